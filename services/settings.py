@@ -1,0 +1,260 @@
+"""What each service can be told, as one frozen record per service.
+
+Every field is an option of its command (`max_num_seqs` is `--max-num-seqs`) and a variable of the environment
+(`SIGNALBOX_MAX_NUM_SEQS`); services/options.py makes both from these records. The text in a field's type is
+its help.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import tempfile
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, get_args, get_type_hints
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be used; the message is one line that names the option and what to do."""
+
+
+class Device(StrEnum):
+    """Where a worker computes. auto: cuda when this version supports it and a GPU is there, else cpu."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class DType(StrEnum):
+    """The number format that a worker computes in. auto: float32 on a CPU."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class LogFormat(StrEnum):
+    """auto: console on a terminal, json otherwise."""
+
+    AUTO = "auto"
+    CONSOLE = "console"
+    JSON = "json"
+
+
+class LogLevel(StrEnum):
+    """The least severe messages that are logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """HOST:PORT. Port 0 takes a free one; the service publishes which (services/status.py)."""
+
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """From `HOST:PORT` or `[IPV6]:PORT`; SettingsError when it is neither."""
+        found = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]|([^:\[\]\s/]+)):(\d{1,5})", text)
+        if found is None or int(found[3]) > 65535:
+            raise SettingsError(f"{text!r} is not an address; write HOST:PORT, for example 127.0.0.1:8000")
+        return cls(found[1] or found[2], int(found[3]))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class ByteSize(int):
+    """A number of bytes that prints as people write it: 512MiB."""
+
+    @classmethod
+    def parse(cls, text: str) -> ByteSize:
+        """From `512MiB`, `2GiB`, `1.5GB` or plain bytes; SettingsError otherwise."""
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if found is None or found[2].upper() not in UNITS:
+            raise SettingsError(f"{text!r} is not a size; write 512MiB, 2GiB or a number of bytes")
+        return cls(float(found[1]) * UNITS[found[2].upper()])
+
+    def __str__(self) -> str:
+        for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+            if self and self % factor == 0:
+                return f"{self // factor}{unit}"
+        return int.__str__(self)
+
+
+def runtime_base() -> Path:
+    """Where run folders live: $XDG_RUNTIME_DIR when it is there, else the folder for temporary files."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def default_run_dir() -> Path:
+    """The run folder of services that are started by hand: one for each user."""
+    return runtime_base() / f"signalbox-{os.getuid()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """The least and the most that a number may be; both are allowed."""
+
+    least: float
+    most: float = math.inf
+
+    def __str__(self) -> str:
+        return f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
+
+
+def flag_of(name: str) -> str:
+    """The option of a field: `max_num_seqs` is `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a field: `max_num_seqs` is `SIGNALBOX_MAX_NUM_SEQS`."""
+    return "SIGNALBOX_" + name.upper()
+
+
+def host_name() -> str:
+    """The name of this machine or container."""
+    return os.uname().nodename
+
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_HTTP = Address("127.0.0.1", 8000)
+DEFAULT_GRPC = Address("127.0.0.1", 8001)
+DEFAULT_KV_CACHE = ByteSize(512 * 2**20)
+DEFAULT_MAX_BODY = ByteSize(8 * 2**20)
+POSITIVE = Bounds(1)
+NOT_NEGATIVE = Bounds(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonSettings:
+    """What every command that serves can be told."""
+
+    grace_seconds: Annotated[
+        float, "Seconds that running requests may take to finish after SIGTERM or Ctrl-C.", NOT_NEGATIVE
+    ] = 30.0
+    log_format: Annotated[LogFormat, "auto: console on a terminal, json otherwise."] = LogFormat.AUTO
+    log_level: Annotated[LogLevel, "The least severe messages that are logged."] = LogLevel.INFO
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            value = getattr(self, name)
+            for bounds in get_args(hint):
+                if isinstance(bounds, Bounds) and not bounds.least <= value <= bounds.most:
+                    raise SettingsError(f"{flag_of(name)} must be {bounds}, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings(CommonSettings):
+    """What every single service can be told."""
+
+    run_dir: Annotated[Path, "Folder of the ipc sockets and status files that all services share."] = field(
+        default_factory=default_run_dir
+    )
+    name: Annotated[str, "Tells this process from others of its kind in the run folder."] = field(
+        default_factory=host_name
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name) is None:
+            raise SettingsError(f"--name must be 1 to 64 letters, digits, '.', '_' or '-', not {self.name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings(CommonSettings):
+    """The limits of one step, told to the scheduler and to each worker; the smaller one rules."""
+
+    max_num_seqs: Annotated[int, "The most sequences in one step of a worker.", Bounds(1, 65536)] = 64
+    max_num_batched_tokens: Annotated[
+        int, "The most tokens in one step of a worker; longer prompts go in chunks.", Bounds(1, 2**20)
+    ] = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueSettings(CommonSettings):
+    """How much may wait, and for how long."""
+
+    max_queued_requests: Annotated[
+        int, "The most requests that may wait; beyond it: overloaded, retry after.", POSITIVE
+    ] = 1024
+    max_queued_tokens: Annotated[
+        int, "The most prompt tokens that may wait; beyond it: overloaded, retry after.", POSITIVE
+    ] = 4_194_304
+    recovery_timeout: Annotated[
+        float, "Seconds that requests wait for a usable worker before they end as unavailable.", NOT_NEGATIVE
+    ] = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(CommonSettings):
+    """Which model is served."""
+
+    model: Annotated[str, "A name in the model store, or the path of a Hugging Face folder or GGUF file."] = (
+        DEFAULT_MODEL
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings(ModelSettings, BatchSettings):
+    """How a worker computes."""
+
+    device: Annotated[Device, "Where the worker computes."] = Device.AUTO
+    dtype: Annotated[DType, "The number format it computes in; auto: float32 on a CPU."] = DType.AUTO
+    block_size: Annotated[int, "Token slots in one KV block, a power of two.", Bounds(1, 1024)] = 16
+    kv_cache_memory: Annotated[
+        ByteSize, "Memory for the KV blocks of one worker: 512MiB, 2GiB or bytes.", POSITIVE
+    ] = DEFAULT_KV_CACHE
+    window: Annotated[int, "Plans in flight to a worker; 0: 1 on a CPU, 2 on a GPU.", Bounds(0, 4)] = 0
+    threads: Annotated[int, "Threads of one worker's computation; 0: all usable cores.", NOT_NEGATIVE] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size & (self.block_size - 1):
+            raise SettingsError(f"--block-size must be a power of two, not {self.block_size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontSettings(ModelSettings):
+    """Where and as what the engine is offered."""
+
+    http: Annotated[Address, "Where the OpenAI HTTP API listens, HOST:PORT."] = DEFAULT_HTTP
+    grpc: Annotated[Address, "Where the gRPC API listens, HOST:PORT."] = DEFAULT_GRPC
+    served_model_name: Annotated[str, "The model's name in the APIs; empty: the last part of --model."] = ""
+    max_body: Annotated[ByteSize, "The largest request body that is read.", Bounds(1024)] = DEFAULT_MAX_BODY
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings(ServiceSettings, BatchSettings, QueueSettings):
+    """What signalbox-scheduler can be told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings(ServiceSettings, EngineSettings):
+    """What signalbox-worker can be told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendSettings(ServiceSettings, FrontSettings):
+    """What signalbox-frontend can be told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpSettings(FrontSettings, EngineSettings, QueueSettings):
+    """What `signalbox up` can be told: all of it, for one scheduler, some workers and one frontend."""
+
+    workers: Annotated[int, "Worker processes.", Bounds(1, 256)] = 1
