@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class ServedModel:
     """The one model of this engine, as clients see it.
 
-    id: the name in answers. aliases: further names that requests may use. generation: the model's own defaults of
-    the sampling parameters, with its end-of-text ids. bos_token, eos_token: their texts, for the chat template.
-    created: when the frontend started, in seconds since 1970.
+    id: the name in answers. aliases: further names that requests may use. generation: the model's own
+    defaults of the sampling parameters, with its end-of-text ids. bos_token, eos_token: their texts, for the
+    chat template. created: when the frontend started, in seconds since 1970.
     """
 
     id: str
@@ -41,8 +41,8 @@ class ServedModel:
 class OpenRequests:
     """The streams of this process's open requests by request id, so that an abort can name one.
 
-    Clients choose ids, so one id may stand for several streams. generation.generate adds a stream when the engine
-    took it and removes it when it is over.
+    Clients choose ids, so one id may stand for several streams. generation.generate adds a stream when the
+    engine took it and removes it when it is over.
     """
 
     def __init__(self) -> None:
@@ -75,9 +75,9 @@ class OpenRequests:
 class FrontendContext:
     """Handed to build_app (HTTP) and start_grpc (gRPC).
 
-    engine: its `ready` turns False and `submit` refuses as UNAVAILABLE once the process drains, so the fronts need
-    no flag of their own. metrics: this process's own counters and histograms (`counters()` travels to the scheduler
-    with every beat).
+    engine: its `ready` turns False and `submit` refuses as UNAVAILABLE once the process drains, so the fronts
+    need no flag of their own. metrics: this process's own counters and histograms (`counters()` travels to the
+    scheduler with every beat).
     """
 
     engine: Engine
