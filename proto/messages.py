@@ -215,7 +215,10 @@ class Ack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendBeat:
-    """Sent every half second; counters are totals since the process began, by metric sample name."""
+    """Sent every half second; counters are totals since the process began, by metric sample name.
+
+    One from a frontend that the scheduler does not know counts as its hello and is answered by a Welcome.
+    """
 
     counters: dict[str, float]
 
@@ -225,7 +228,9 @@ class FrontendBeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """Accepts a frontend. Its header carries session and link for all that follows."""
+    """Accepts a frontend. Its header carries session and link for all that follows; the frontend then adds again
+    whatever it holds open.
+    """
 
     heartbeat_timeout: float
 
@@ -321,7 +326,9 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    """Sent every quarter second by a thread of its own: a long step is not taken for death."""
+    """Sent every quarter second, and at once after a Reset, by a thread of its own: a long step is not taken for
+    death. One from a worker that the scheduler does not know is answered by a Reset of epoch 0.
+    """
 
     worker: str
     last_plan: int
@@ -371,7 +378,12 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reset:
-    """Gives the worker its epoch (in the header): it empties its batch; plan numbers start again at 1."""
+    """Gives the worker its epoch (in the header): it empties its batch; plan numbers start again at 1.
+
+    The worker answers with a Heartbeat at once; only after one of this epoch are plans sent. The same Reset again is
+    ignored. Epoch 0: the scheduler does not know this worker (it restarted, or took it for dead); the worker empties
+    its batch and sends its hello again.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
