@@ -258,3 +258,6 @@ class UpSettings(FrontSettings, EngineSettings, QueueSettings):
     """What `signalbox up` can be told: all of it, for one scheduler, some workers and one frontend."""
 
     workers: Annotated[int, "Worker processes.", Bounds(1, 256)] = 1
+    run_dir: Annotated[
+        Path | None, "Folder of the ipc sockets and status files; none: a private one, removed at the end."
+    ] = None

@@ -1,0 +1,35 @@
+"""What the supervisor and its children agree on: a child dies with its parent, and bears a title."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+import setproctitle
+
+PARENT_VARIABLE = "SIGNALBOX_PARENT_PID"
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child that is to end when this process ends, however it ends."""
+    return {**os.environ, PARENT_VARIABLE: str(os.getpid())}
+
+
+def follow_parent() -> None:
+    """In a child of `child_environment`: have the kernel kill this process when its parent is gone."""
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if not parent:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != int(parent):  # it went before prctl could see it go
+        sys.exit(1)
+
+
+def set_title(service: str, name: str) -> None:
+    """Show the process as `signalbox-SERVICE NAME` in ps, pgrep and top."""
+    setproctitle.setproctitle(f"signalbox-{service} {name}")
