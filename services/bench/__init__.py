@@ -1,0 +1,1 @@
+"""Measurements that ship with the system; each prints a table, or JSON for programs."""
