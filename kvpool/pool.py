@@ -1,6 +1,6 @@
 """The block pool: who holds which block of one worker's KV memory, in one KV group.
 
-The tensors are the worker's; the pool knows numbers only. A block is free, or held by one or more typed holders.
+The tensors are the worker's; the pool knows numbers only. A block is free, or has one or more typed holders.
 All operations are all or nothing: one that raises has changed nothing.
 """
 
@@ -75,7 +75,7 @@ class BlockPool:
         return {kind: int(self._by_kind[kind, block]) for kind in HolderKind if self._by_kind[kind, block]}
 
     def allocate(self, count: int, kind: HolderKind = HolderKind.TABLE) -> list[int] | None:
-        """Take `count` blocks, each with one holder of `kind`; None, and nothing taken, if too few are left."""
+        """Take `count` blocks, each with one holder of `kind`; None, and none taken, if too few are free."""
         if count < 0:
             raise ValueError(f"count must not be negative, not {count}")
         if count > self._num_free:
@@ -133,7 +133,7 @@ class BlockPool:
         self._report(
             self._by_kind.sum(axis=0) != self._total, "has a total that is not the sum of its holders"
         )
-        self._report((self._by_kind < 0).any(axis=0), "has a negative number of holders")
+        self._report(self._by_kind.min(axis=0) < 0, "has a negative number of holders")
         self._report(free != (self._total == 0), "is not exactly one of free and held")
         for table in tables:
             if table.block_size != self.block_size or not 0 <= table.num_shared <= len(table):
