@@ -1,7 +1,7 @@
 """Status files: how services on one host, or on one shared volume, tell others that they live.
 
-Each service keeps `RUN_DIR/SERVICE-NAME.json` with what it is, and touches it at least once a second. A file
-that is younger than STALE_AFTER, and whose process is there where it can be seen, stands for a living service.
+Each service keeps `RUN_DIR/SERVICE-NAME.json` with what it is, and touches it at least once a second. A
+file that is younger than STALE_AFTER, and whose process exists as far as one can see, is a living service.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class StatusError(ValueError):
 class Status:
     """What a service says about itself.
 
-    pid is that of its own pid namespace (`/proc/self/ns/pid`); started is in seconds since 1970. addresses: where
-    it listens, by protocol. touched: when it last said so; it is the file's time, not part of the file.
+    pid is that of its own pid namespace (`/proc/self/ns/pid`); started is in seconds since 1970. addresses:
+    where it listens, by protocol. touched: when it last said so; it is the file's time, not part of the file.
     """
 
     service: str
