@@ -76,8 +76,8 @@ class FrontendContext:
     """Handed to build_app (HTTP) and start_grpc (gRPC).
 
     engine: its `ready` turns False and `submit` refuses as UNAVAILABLE once the process drains, so the fronts
-    need no flag of their own. metrics: this process's own counters and histograms (`counters()` travels to the
-    scheduler with every beat).
+    need no flag of their own. metrics: this process's own counters and histograms (`counters()` travels to
+    the scheduler with every beat).
     """
 
     engine: Engine
