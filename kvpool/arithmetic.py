@@ -17,20 +17,23 @@ def num_blocks(memory_bytes: int, block_size: int, bytes_per_token: int) -> int:
 
 
 class WasteMeter:
-    """Time-weighted waste: unused slots over all slots of the distinct blocks that are held."""
+    """Time-weighted waste: unused slots over all slots of the distinct blocks that are held.
+
+    held_seconds, used_seconds: slots times the seconds for which they were held, and those with KV.
+    """
 
     def __init__(self) -> None:
-        self._held = 0.0
-        self._used = 0.0
+        self.held_seconds = 0.0
+        self.used_seconds = 0.0
 
     def sample(self, duration: float, held_slots: int, used_slots: int) -> None:
         """For `duration` seconds the held blocks had `held_slots` slots, `used_slots` of them with KV."""
         if duration < 0 or not 0 <= used_slots <= held_slots:
             raise ValueError(f"not a sample: {duration} s, {used_slots} used of {held_slots} held slots")
-        self._held += duration * held_slots
-        self._used += duration * used_slots
+        self.held_seconds += duration * held_slots
+        self.used_seconds += duration * used_slots
 
     @property
     def waste(self) -> float:
         """From 0 to 1; 0 while nothing was held."""
-        return 1.0 - self._used / self._held if self._held else 0.0
+        return 1.0 - self.used_seconds / self.held_seconds if self.held_seconds else 0.0
