@@ -70,7 +70,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 
 
 def takes(kind: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Turns `command(settings, *, more options)` into a typer command with an option for each field of `kind`."""
+    """Make `command(settings, *, more options)` a typer command with an option for each field of `kind`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(kind, include_extras=True)

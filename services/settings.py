@@ -184,6 +184,14 @@ class BatchSettings(CommonSettings):
         int, "The most tokens in one step of a worker; longer prompts go in chunks.", Bounds(1, 2**20)
     ] = 512
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise SettingsError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least --max-num-seqs"
+                f" ({self.max_num_seqs}), so that every running sequence can take a step"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class QueueSettings(CommonSettings):
@@ -194,7 +202,7 @@ class QueueSettings(CommonSettings):
     ] = 1024
     max_queued_tokens: Annotated[
         int, "The most prompt tokens that may wait; beyond it: overloaded, retry after.", POSITIVE
-    ] = 4_194_304
+    ] = 1_048_576
     recovery_timeout: Annotated[
         float, "Seconds that requests wait for a usable worker before they end as unavailable.", NOT_NEGATIVE
     ] = 30.0
@@ -236,6 +244,11 @@ class FrontSettings(ModelSettings):
     grpc: Annotated[Address, "Where the gRPC API listens, HOST:PORT."] = DEFAULT_GRPC
     served_model_name: Annotated[str, "The model's name in the APIs; empty: the last part of --model."] = ""
     max_body: Annotated[ByteSize, "The largest request body that is read.", Bounds(1024)] = DEFAULT_MAX_BODY
+
+    @property
+    def api_name(self) -> str:
+        """The model's name in the APIs."""
+        return self.served_model_name or Path(self.model).name.removesuffix(".gguf")
 
 
 @dataclass(frozen=True, kw_only=True)

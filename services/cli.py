@@ -1,0 +1,223 @@
+"""The command lines: `signalbox` and, for each service alone, `signalbox-scheduler`, `-worker`, `-frontend`.
+
+Commands import what they run when they run it: `--help` answers at once, and no process loads what it does
+not use.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from services.options import takes
+from services.settings import (
+    FrontendSettings,
+    SchedulerSettings,
+    ServiceSettings,
+    SettingsError,
+    UpSettings,
+    WorkerSettings,
+)
+
+PLAIN: dict[str, Any] = {"rich_markup_mode": None, "pretty_exceptions_enable": False, "add_completion": False}
+
+app = typer.Typer(name="signalbox", no_args_is_help=True, **PLAIN)
+models_app = typer.Typer(help="The model store.", no_args_is_help=True, **PLAIN)
+bench_app = typer.Typer(help="Measurements.", no_args_is_help=True, **PLAIN)
+app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
+
+OUR_PACKAGES = ("proto", "kvpool", "scheduler", "worker", "services")
+
+Check = Annotated[
+    bool, typer.Option("--check", help="Only tell whether this service lives: one line, exit code 0 or 1.")
+]
+Url = Annotated[
+    str,
+    typer.Option(
+        envvar="SIGNALBOX_URL", help="The server; default: the one that runs here.", show_default=False
+    ),
+]
+Model = Annotated[
+    str, typer.Option(help="The served model; default: the server's first.", show_default=False)
+]
+MaxTokens = Annotated[int | None, typer.Option(min=1, help="The most tokens of one answer.")]
+Temperature = Annotated[float | None, typer.Option(min=0, max=2, help="0: always the most likely token.")]
+TopP = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this mass.")
+]
+Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
+Stop = Annotated[
+    list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")
+]
+
+
+@app.callback()
+def signalbox() -> None:
+    """Serve large language models; `signalbox up` is the place to start."""
+
+
+@app.command(context_settings={"max_content_width": 110})
+@takes(UpSettings)
+def up(settings: UpSettings) -> None:
+    """Serve a model here: one scheduler, some workers and a frontend under supervision, until Ctrl-C."""
+    from services.up import run
+
+    raise typer.Exit(run(settings))
+
+
+def _serve(service: str, settings: ServiceSettings) -> None:
+    """What every service does before it runs. Ends the process with the service's exit code."""
+    import importlib
+
+    from services import processes, telemetry
+
+    processes.follow_parent()
+    processes.set_title(service, settings.name)
+    telemetry.configure(service, settings.log_format, settings.log_level)
+    module = {
+        "scheduler": "services.schedulerd",
+        "worker": "services.workerd",
+        "frontend": "services.frontend.main",
+    }
+    raise typer.Exit(importlib.import_module(module[service]).run(settings))
+
+
+def _report(check: Any, *args: Any) -> None:
+    """Print the one line of a health check and exit with its answer."""
+    from services.check import Unhealthy
+
+    try:
+        typer.echo(check(*args))
+    except Unhealthy as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
+@app.command(context_settings={"max_content_width": 110})
+@takes(SchedulerSettings)
+def scheduler(settings: SchedulerSettings, *, check: Check = False) -> None:
+    """Run a scheduler alone: it owns all block tables and decides what every worker computes."""
+    from services.check import check_process
+
+    if check:
+        _report(check_process, "scheduler", settings)
+    else:
+        _serve("scheduler", settings)
+
+
+@app.command(context_settings={"max_content_width": 110})
+@takes(WorkerSettings)
+def worker(settings: WorkerSettings, *, check: Check = False) -> None:
+    """Run a worker alone: it holds the model and runs the plans of the scheduler in the same run folder."""
+    from services.check import check_process
+
+    if check:
+        _report(check_process, "worker", settings)
+    else:
+        _serve("worker", settings)
+
+
+@app.command(context_settings={"max_content_width": 110})
+@takes(FrontendSettings)
+def frontend(settings: FrontendSettings, *, check: Check = False) -> None:
+    """Run a frontend alone: the HTTP and gRPC servers that clients call."""
+    from services.check import check_frontend
+
+    if check:
+        _report(check_frontend, settings)
+    else:
+        _serve("frontend", settings)
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue.")],
+    *,
+    max_tokens: MaxTokens = 128,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    model: Model = "",
+    url: Url = "",
+) -> None:
+    """Continue texts on a running server and print them as they come."""
+    import asyncio
+
+    from services import console
+
+    sampling = console.Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop or []
+    )
+    asyncio.run(console.generate(url or console.running_server(), model, prompts, sampling))
+
+
+@app.command()
+def chat(
+    *,
+    system: Annotated[str, typer.Option(help="How the assistant should be.", show_default=False)] = "",
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    model: Model = "",
+    url: Url = "",
+) -> None:
+    """Talk with the model of a running server."""
+    from services import console
+
+    sampling = console.Sampling(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop or []
+    )
+    console.chat(url or console.running_server(), model, system, sampling)
+
+
+def _is_for_people(error: Exception) -> bool:
+    """Whether an error is one line for the person at the terminal: the typed ValueErrors of our packages are."""
+    return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in OUR_PACKAGES
+
+
+def _run(command: typer.Typer, name: str) -> None:
+    """Run a command line as program `name` and turn an error for people into one line on stderr."""
+    try:
+        command(prog_name=name)
+    except Exception as error:
+        if not _is_for_people(error):
+            raise
+        line = " ".join(str(error).split())
+        print(f"{name}: error: {line}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, SettingsError) else 1)
+
+
+def _single(command: Any) -> typer.Typer:
+    alone = typer.Typer(**PLAIN)
+    alone.command(context_settings={"max_content_width": 110})(command)
+    return alone
+
+
+def main() -> None:
+    """Entry point of `signalbox`."""
+    _run(app, "signalbox")
+
+
+def scheduler_main() -> None:
+    """Entry point of `signalbox-scheduler`."""
+    _run(_single(scheduler), "signalbox-scheduler")
+
+
+def worker_main() -> None:
+    """Entry point of `signalbox-worker`."""
+    _run(_single(worker), "signalbox-worker")
+
+
+def frontend_main() -> None:
+    """Entry point of `signalbox-frontend`."""
+    _run(_single(frontend), "signalbox-frontend")
+
+
+if __name__ == "__main__":
+    main()

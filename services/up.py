@@ -1,0 +1,231 @@
+"""`signalbox up`: a model served on this machine by one command, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import fcntl
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from services import status
+from services.check import Unhealthy, http_status
+from services.models import store
+from services.options import arguments, ordered_fields
+from services.progress import Progress
+from services.run_dir import RunDir
+from services.settings import (
+    DEFAULT_HTTP,
+    Address,
+    CommonSettings,
+    FrontendSettings,
+    LogFormat,
+    SchedulerSettings,
+    SettingsError,
+    UpSettings,
+    WorkerSettings,
+    flag_of,
+    runtime_base,
+)
+from services.supervisor import Child, Supervisor
+
+POLL_INTERVAL = 0.05  # seconds between two looks at /ready
+STOP_ORDER = ("frontend", "worker", "scheduler")
+PREFIX = "signalbox-up-"
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+Settings = TypeVar("Settings", bound=CommonSettings)
+
+
+class UpError(ValueError):
+    """The start failed; the message is one line."""
+
+
+def run(settings: UpSettings) -> int:
+    """Serve until SIGINT, SIGTERM or SIGHUP, then return 0. Typed errors say why the start failed."""
+    check_addresses(settings)
+    with Progress() as progress:
+        model = find_model(settings.model, progress)
+        with run_folder(settings.run_dir) as run_dir:
+            effective = dataclasses.replace(
+                settings, run_dir=run_dir, model=str(model), served_model_name=settings.api_name
+            )
+            return asyncio.run(serve(effective, progress))
+
+
+def check_addresses(settings: UpSettings) -> None:
+    """SettingsError when an address cannot be listened on, before anything starts."""
+    if settings.http == settings.grpc and settings.http.port:
+        raise SettingsError(f"--http and --grpc are both {settings.http}; give them different ports")
+    for flag, address in (("--http", settings.http), ("--grpc", settings.grpc)):
+        try:
+            family, kind, protocol, _, where = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+                probe.listen(1)
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+            raise SettingsError(
+                f"cannot listen on {address} ({reason}); choose another with {flag} HOST:PORT"
+            ) from error
+
+
+def find_model(model: str, progress: Progress) -> Path:
+    """The path of the model; a name that the store can fetch and does not hold yet is fetched."""
+    if model in store.KNOWN_MODELS:
+        store.pull(model, progress.update)
+    return Path(store.resolve(model))
+
+
+@contextmanager
+def run_folder(asked: Path | None) -> Iterator[Path]:
+    """The asked run folder, which stays, or a private one, which goes (after a SIGKILL: at the next `up`)."""
+    if asked is not None:
+        yield RunDir.prepare(asked).path
+        return
+    for left in runtime_base().glob(f"{PREFIX}*/up.lock"):
+        _remove_if_free(left)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=runtime_base()))
+    lock = os.open(folder / "up.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield RunDir.prepare(folder).path
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_if_free(lock_file: Path) -> None:
+    """Remove the run folder of an `up` that is no more: its lock went with it."""
+    with suppress(OSError):
+        lock = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock_file.parent, ignore_errors=True)
+        finally:
+            os.close(lock)
+
+
+def narrowed(kind: type[Settings], settings: UpSettings, **more: Any) -> Settings:
+    """The part of `settings` that one service is told."""
+    names = {field.name for field in dataclasses.fields(kind)} - more.keys()
+    given = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    return kind(**{name: value for name, value in given.items() if name in names}, **more)
+
+
+def children_of(settings: UpSettings) -> list[Child]:
+    """The processes that serve: the scheduler, the workers, the frontend."""
+    shown = settings.log_format
+    if shown is LogFormat.AUTO:
+        shown = LogFormat.CONSOLE if sys.stderr.isatty() else LogFormat.JSON
+    settings = dataclasses.replace(settings, log_format=shown)
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.workers)
+    services: list[SchedulerSettings | WorkerSettings | FrontendSettings] = [
+        narrowed(SchedulerSettings, settings, name="0"),
+        *(
+            narrowed(WorkerSettings, settings, name=str(number), threads=threads)
+            for number in range(settings.workers)
+        ),
+        narrowed(FrontendSettings, settings, name="0"),
+    ]
+    kinds = {SchedulerSettings: "scheduler", WorkerSettings: "worker", FrontendSettings: "frontend"}
+    return [Child(kinds[type(service)], service.name, arguments(service)) for service in services]
+
+
+async def serve(settings: UpSettings, progress: Progress) -> int:
+    """Start all services, wait until they are ready, say so, and keep them alive until a signal."""
+    assert settings.run_dir is not None
+    stop, supervisor = asyncio.Event(), Supervisor(children_of(settings), progress.line)
+
+    def on_signal() -> None:
+        if stop.is_set():
+            supervisor.kill()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal)
+    stopped = asyncio.create_task(stop.wait())
+    ready = asyncio.create_task(wait_until_ready(settings.run_dir, supervisor.children, progress))
+    try:
+        events: set[asyncio.Future[Any]] = {ready, stopped, supervisor.failure}
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.failure.done():
+            raise UpError(supervisor.failure.result())
+        if ready.done():
+            supervisor.starting = False
+            progress.close()
+            print(introduction(settings, ready.result()), flush=True)
+            await stopped
+            progress.line("signalbox: stopping; Ctrl-C again ends at once")
+    finally:
+        ready.cancel()
+        stopped.cancel()
+        await supervisor.stop(settings.grace_seconds, STOP_ORDER)
+    return 0
+
+
+async def wait_until_ready(run_dir: Path, children: Sequence[Child], progress: Progress) -> dict[str, str]:
+    """Wait for /ready to answer 200, telling what is still missing. Returns the addresses of the frontend."""
+    while True:
+        statuses = {f"{entry.service} {entry.name}": entry for entry in status.read_all(run_dir)}
+        told = [f"{child}: {_state_of(statuses.get(str(child)))}" for child in children]
+        progress.update("starting; " + ", ".join(told))
+        for entry in statuses.values():
+            if entry.service == "frontend" and "http" in entry.addresses:
+                with suppress(Unhealthy):
+                    if (
+                        await asyncio.to_thread(http_status, Address.parse(entry.addresses["http"]), "/ready")
+                        == 200
+                    ):
+                        return entry.addresses
+        await asyncio.sleep(POLL_INTERVAL)
+
+
+def _state_of(entry: status.Status | None) -> str:
+    if entry is None:
+        return "starting"
+    return "ready" if entry.ready else "waiting"
+
+
+def introduction(settings: UpSettings, addresses: dict[str, str]) -> str:
+    """What a person needs to know: where it listens, what it runs with, and two lines to try."""
+    http, grpc = addresses["http"], addresses.get("grpc", "off")
+    launcher = "./signalbox" if Path.cwd() == REPOSITORY else shlex.quote(str(REPOSITORY / "signalbox"))
+    where = "" if http == str(DEFAULT_HTTP) else f" --url http://{http}"
+    body = (
+        f'{{"model": "{settings.api_name}", "stream": true, "max_tokens": 64, '
+        '"messages": [{"role": "user", "content": "What is a signal box?"}]}'
+    )
+    names = [
+        field.name for field in ordered_fields(UpSettings) if field.name not in ("http", "grpc", "run_dir")
+    ]
+    told = "  ".join(f"{flag_of(name)} {getattr(settings, name)}" for name in names)
+    lines = [
+        "",
+        f"Signalbox serves {settings.api_name}",
+        f"  HTTP  http://{http}/v1",
+        f"  gRPC  {grpc}",
+        f"  with  {told}",
+        "Try it:",
+        f"  curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' \\",
+        f"    -d {shlex.quote(body)}",
+        f'  {launcher} generate{where} "The capital of France is"',
+        "Ctrl-C stops it.",
+        "",
+    ]
+    if Address.parse(http).host not in ("127.0.0.1", "::1", "localhost"):
+        lines.insert(-2, "It can be reached from other machines, and there are no keys yet: guard the port.")
+    return "\n".join(lines)
