@@ -1,0 +1,48 @@
+"""The one mutator: all changes of the scheduler's state happen in ``advance``, in place and deterministically."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from scheduler.delivery import beats, frames
+from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Tick
+from scheduler.planner import plan_all
+from scheduler.requests import check_deadlines, check_frontends, lose_frontend, on_frontend
+from scheduler.state import SchedulerState
+from scheduler.workers import check_workers, end_unservable, lose, on_worker
+
+
+def advance(state: SchedulerState, events: Seq[Event], now: float) -> Actions:
+    """Apply the events in order, then what time has brought; returns what must be sent.
+
+    now: monotonic seconds, never less than at the call before. The same calls on an equal state return equal
+    actions: there is no clock, socket or randomness in here.
+    """
+    actions = Actions()
+    for event in events:
+        _apply(state, event, now, actions)
+    check_workers(state, now)
+    check_frontends(state, now)
+    check_deadlines(state, now)
+    end_unservable(state, now)
+    actions.plans.extend(plan_all(state, now))
+    actions.frames += frames(state)
+    actions.frames += beats(state, now)
+    return actions
+
+
+def _apply(state: SchedulerState, event: Event, now: float, actions: Actions) -> None:
+    match event:
+        case FromWorker():
+            actions.plans += on_worker(state, event, now)
+        case FromFrontend():
+            actions.frames += on_frontend(state, event, now)
+        case PeerLost(peer):
+            if peer in state.workers:
+                lose(state, state.workers[peer], "the link is gone", now)
+            if peer in state.frontends:
+                lose_frontend(state, state.frontends[peer], "the link is gone", now)
+        case Drain():
+            state.draining = True
+        case Tick():
+            pass

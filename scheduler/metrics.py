@@ -1,0 +1,38 @@
+"""Gauges and counters of the scheduler, by Prometheus sample name. Gauges are computed from the state when asked."""
+
+from __future__ import annotations
+
+from scheduler.state import SchedulerState
+
+
+def metrics(state: SchedulerState) -> dict[str, float]:
+    """Sample name -> value; counters end in _total."""
+    pools = [pool for worker in state.ready_workers for pool in worker.pools]
+    blocks = sum(pool.num_blocks for pool in pools)
+    used = sum(pool.used for pool in pools)
+    totals = state.totals
+    values: dict[str, float] = {
+        "signalbox_requests_running": state.num_running,
+        "signalbox_requests_waiting": len(state.waiting),
+        "signalbox_waiting_tokens": state.waiting_tokens,
+        "signalbox_workers_ready": sum(1 for _ in state.ready_workers),
+        "signalbox_frontends": len(state.frontends),
+        "signalbox_kv_blocks": blocks,
+        "signalbox_kv_blocks_used": used,
+        "signalbox_kv_cache_usage_ratio": used / blocks if blocks else 0.0,
+        "signalbox_tokens_per_second": state.tokens_per_second,
+        "signalbox_preemptions_total": totals.preemptions,
+        "signalbox_prompt_tokens_computed_total": totals.prompt_tokens,
+        "signalbox_generation_tokens_total": totals.generation_tokens,
+        "signalbox_plans_total": totals.plans,
+        "signalbox_worker_losses_total": totals.worker_losses,
+        "signalbox_epochs_reset_total": totals.epochs_reset,
+    }
+    for name, counter, label in (
+        ("signalbox_sequences_ended_total", totals.ended, "reason"),
+        ("signalbox_requests_refused_total", totals.refused, "code"),
+        ("signalbox_messages_dropped_total", totals.dropped, "reason"),
+    ):
+        for key, count in sorted(counter.items()):
+            values[f'{name}{{{label}="{key}"}}'] = count
+    return values

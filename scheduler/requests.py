@@ -1,0 +1,205 @@
+"""What frontends ask for: add (or attach), abort, finish, acknowledge. And how frontends come and go."""
+
+from __future__ import annotations
+
+from heapq import heappop
+
+from proto.checks import unimplemented
+from proto.messages import (
+    Abort,
+    Ack,
+    Add,
+    Finish,
+    FinishReason,
+    FrontendBeat,
+    FrontendHello,
+    Header,
+    RefusalCode,
+    Refused,
+    SchedulerToFrontend,
+    SequenceStart,
+    Welcome,
+    int64,
+)
+from scheduler.events import FromFrontend, Outgoing
+from scheduler.lifecycle import create, end, forget, mark_dirty
+from scheduler.sequence import Sequence, Status
+from scheduler.state import Frontend, SchedulerState
+
+MIN_RETRY_AFTER = 1.0
+MAX_RETRY_AFTER = 60.0
+
+Replies = list[Outgoing[SchedulerToFrontend]]
+
+
+def on_frontend(state: SchedulerState, event: FromFrontend, now: float) -> Replies:
+    """Handle one message of a frontend; returns what must be sent to it before this step's frame."""
+    message, frontend = event.message, state.frontends.get(event.peer)
+    known = frontend is not None and event.header.session == state.session and event.header.link == frontend.link
+    if isinstance(message, FrontendHello) or (isinstance(message, FrontendBeat) and not known):
+        return [_welcome(state, event.peer, now)]
+    if frontend is None or not known:
+        state.totals.dropped["unknown frontend"] += 1
+        return []
+    frontend.last_seen = now
+    match message:
+        case Add():
+            return _add(state, frontend, message, now)
+        case Abort():
+            _abort(state, frontend, message, now)
+        case Finish():
+            _finish(state, frontend, message, now)
+        case Ack():
+            _acknowledge(state, frontend, message, now)
+        case FrontendBeat():
+            frontend.counters = message.counters
+    return []
+
+
+def lose_frontend(state: SchedulerState, frontend: Frontend, cause: str, now: float) -> None:
+    """The frontend is dead or cut off: its requests are aborted, and nobody is told."""
+    for sequence in [s for s in state.sequences.values() if s.peer == frontend.peer]:
+        end(state, sequence, FinishReason.ABORTED, now, cause=cause)
+        forget(state, sequence, cause, now)
+    del state.frontends[frontend.peer]
+    for name, value in frontend.counters.items():
+        state.departed_counters[name] = state.departed_counters.get(name, 0.0) + value
+
+
+def check_frontends(state: SchedulerState, now: float) -> None:
+    """Lose those that have been silent for too long."""
+    for frontend in list(state.frontends.values()):
+        if now - frontend.last_seen > state.config.frontend_timeout:
+            lose_frontend(state, frontend, f"no beat for {state.config.frontend_timeout:g} s", now)
+
+
+def check_deadlines(state: SchedulerState, now: float) -> None:
+    """End what is past its deadline, queued or running."""
+    while state.deadlines and state.deadlines[0][0] <= now:
+        _, _, sequence = heappop(state.deadlines)
+        if sequence.status in (Status.WAITING, Status.RUNNING):
+            message = "the request's deadline passed"
+            end(state, sequence, FinishReason.DEADLINE, now, cause="deadline", message=message)
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+def _welcome(state: SchedulerState, peer: str, now: float) -> Outgoing[SchedulerToFrontend]:
+    """A hello on a live link is a reconnect: its sequences stay, and are attached by the Adds that follow."""
+    state.last_link += 1
+    frontend = state.frontends.get(peer)
+    if frontend is None:
+        frontend = state.frontends[peer] = Frontend(peer, state.last_link, now)
+    frontend.link, frontend.last_seen, frontend.next_number = state.last_link, now, 1
+    state.told_ready = None  # tell the newcomer at once
+    header = Header(session=state.session, link=frontend.link)
+    return Outgoing(peer, header, Welcome(heartbeat_timeout=state.config.frontend_timeout))
+
+
+def _add(state: SchedulerState, frontend: Frontend, add: Add, now: float) -> Replies:
+    fresh: list[SequenceStart] = []
+    for start in add.sequences:
+        sequence = state.sequences.get((frontend.peer, start.sequence))
+        if sequence is None:
+            fresh.append(start)
+        else:
+            _attach(state, sequence, start)
+    if not fresh:
+        return []
+    resumed = len(fresh) < len(add.sequences) or any(
+        len(start.output_ids) or start.delivered > len(add.prompt_ids) for start in fresh
+    )
+    refusal = _refusal(state, add, len(fresh), resumed)
+    if refusal is not None:
+        code, message, retry_after = refusal
+        state.totals.refused[code.name.lower()] += 1
+        handles = int64([start.sequence for start in fresh])
+        refused = Refused(
+            request_id=add.request_id, sequences=handles, code=code, message=message, retry_after=retry_after
+        )
+        return [Outgoing(frontend.peer, Header(session=state.session, link=frontend.link), refused)]
+    for start in fresh:
+        state.last_uid += 1
+        sequence = Sequence.create(frontend.peer, add, start, state.last_uid, now)
+        create(state, sequence, "resubmitted" if resumed else "added", now)
+    return []
+
+
+def _attach(state: SchedulerState, sequence: Sequence, start: SequenceStart) -> None:
+    """The frontend has everything below `delivered`: go on from there."""
+    sequence.sent = min(start.delivered, len(sequence.tokens))
+    sequence.end_sent = False
+    mark_dirty(state, sequence)
+
+
+def _refusal(
+    state: SchedulerState, add: Add, count: int, resumed: bool
+) -> tuple[RefusalCode, str, float | None] | None:
+    """Why an Add is not accepted: (code, message, retry after), or None. Resumed ones pass the queue's bounds."""
+    reserved = unimplemented(add)
+    if reserved is not None:
+        return RefusalCode.UNIMPLEMENTED, reserved, None
+    problem = _never_fits(state, add)
+    if problem is not None:
+        return RefusalCode.INVALID_ARGUMENT, problem, None
+    if resumed:
+        return None
+    if state.draining:
+        return RefusalCode.UNAVAILABLE, "the engine is shutting down", None
+    if state.no_worker_since is not None and state.told_ready is None:
+        return RefusalCode.UNAVAILABLE, "no worker has joined yet", MIN_RETRY_AFTER
+    return _overload(state, add, count)
+
+
+def _never_fits(state: SchedulerState, add: Add) -> str | None:
+    num_prompt, served = len(add.prompt_ids), state.max_length
+    if num_prompt == 0:
+        return "the prompt has no tokens"
+    if add.max_length < num_prompt:
+        return f"max_length {add.max_length} is less than the prompt's {num_prompt} tokens"
+    if any(num_prompt + len(start.output_ids) >= add.max_length > num_prompt for start in add.sequences):
+        return f"more tokens were delivered than max_length {add.max_length} allows"
+    if served and add.max_length > served:
+        return (
+            f"{num_prompt} prompt tokens and {add.max_length - num_prompt} more exceed the served context of {served}"
+        )
+    vocab = min((worker.hello.vocab_size for worker in state.workers.values()), default=0)
+    for ids in (add.prompt_ids, *(start.output_ids for start in add.sequences)):
+        if len(ids) and (ids.min() < 0 or (vocab and ids.max() >= vocab)):
+            return f"token ids must be 0 to {vocab - 1}, not {ids.min()} to {ids.max()}"
+    return None
+
+
+def _overload(state: SchedulerState, add: Add, count: int) -> tuple[RefusalCode, str, float] | None:
+    config = state.config
+    tokens = count * len(add.prompt_ids)
+    full = len(state.waiting) + count > config.max_queued_requests
+    if not full and (not state.waiting or state.waiting_tokens + tokens <= config.max_queued_tokens):
+        return None
+    waits = state.waiting_tokens / state.tokens_per_second if state.tokens_per_second else MIN_RETRY_AFTER
+    retry_after = min(MAX_RETRY_AFTER, max(MIN_RETRY_AFTER, waits))
+    message = f"the queue is full: {len(state.waiting)} sequences with {state.waiting_tokens} tokens wait"
+    return RefusalCode.OVERLOADED, message, retry_after
+
+
+def _abort(state: SchedulerState, frontend: Frontend, message: Abort, now: float) -> None:
+    for handle in message.sequences.tolist():
+        sequence = state.sequences.get((frontend.peer, handle))
+        if sequence is not None:
+            end(state, sequence, FinishReason.ABORTED, now, cause="aborted by the client")
+
+
+def _finish(state: SchedulerState, frontend: Frontend, message: Finish, now: float) -> None:
+    sequence = state.sequences.get((frontend.peer, message.sequence))
+    if sequence is None or sequence.status is Status.ENDED:
+        return
+    length = max(sequence.num_prompt, min(message.length, len(sequence.tokens)))
+    end(state, sequence, message.reason, now, cause="finished by the frontend", length=length)
+
+
+def _acknowledge(state: SchedulerState, frontend: Frontend, message: Ack, now: float) -> None:
+    for handle in message.sequences.tolist():
+        sequence = state.sequences.get((frontend.peer, handle))
+        if sequence is not None and sequence.status is Status.ENDED:
+            forget(state, sequence, "acknowledged", now)

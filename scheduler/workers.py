@@ -1,0 +1,152 @@
+"""Workers join, confirm their epoch, answer plans, fail and go. Their sequences always wait to be resumed."""
+
+from __future__ import annotations
+
+from proto.messages import (
+    FinishReason,
+    Header,
+    Heartbeat,
+    KVGroup,
+    Reset,
+    SchedulerToWorker,
+    Shutdown,
+    StepResult,
+    WorkerFault,
+    WorkerHello,
+)
+from scheduler.errors import LedgerError
+from scheduler.events import FromWorker, Outgoing
+from scheduler.lifecycle import end, orphan
+from scheduler.results import apply_result
+from scheduler.state import Link, SchedulerState, Worker
+
+MAX_LONE_DEATHS = 2  # a request that was alone in flight at so many worker deaths is taken for their cause
+
+Replies = list[Outgoing[SchedulerToWorker]]
+
+
+def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
+    """Handle one message of a worker; returns what must be sent to it at once."""
+    message, worker = event.message, state.workers.get(event.peer)
+    if isinstance(message, WorkerHello):
+        return _hello(state, event.peer, message, now)
+    if worker is None or event.header.session != state.session:
+        if isinstance(message, Heartbeat):
+            return [Outgoing(event.peer, Header(session=state.session), Reset())]
+        state.totals.dropped["unknown worker"] += 1
+        return []
+    worker.last_seen = now
+    if event.header.epoch != worker.epoch:
+        state.totals.dropped["old epoch"] += 1
+        return []
+    match message:
+        case Heartbeat():
+            _confirm(state, worker)
+        case WorkerFault():
+            return reset(state, worker, f"worker fault: {message.message}", now)
+        case StepResult():
+            try:
+                apply_result(state, worker, event.header, message, now)
+            except LedgerError as error:
+                return reset(state, worker, str(error), now)
+    return []
+
+
+def reset(state: SchedulerState, worker: Worker, cause: str, now: float) -> Replies:
+    """Start a new epoch: the worker empties its batch, its sequences wait to be resumed."""
+    _orphan_all(state, worker, cause, now)
+    state.last_epoch += 1
+    worker.begin_epoch(state.last_epoch)
+    state.totals.epochs_reset += 1
+    _note_usable(state, now)
+    return [Outgoing(worker.peer, worker.header(state.session), Reset())]
+
+
+def lose(state: SchedulerState, worker: Worker, cause: str, now: float) -> None:
+    """The worker is dead or cut off."""
+    _orphan_all(state, worker, cause, now)
+    del state.workers[worker.peer]
+    state.totals.worker_losses += 1
+    if not state.workers:
+        state.fingerprint = ""
+    _note_usable(state, now)
+
+
+def check_workers(state: SchedulerState, now: float) -> None:
+    """Lose those that have been silent, or at one plan, for too long."""
+    for worker in list(state.workers.values()):
+        if now - worker.last_seen > state.config.worker_timeout:
+            lose(state, worker, f"no heartbeat for {state.config.worker_timeout:g} s", now)
+        elif worker.flights and now - worker.flights[0].issued_at > state.config.step_timeout:
+            lose(state, worker, f"one step took over {state.config.step_timeout:g} s", now)
+
+
+def end_unservable(state: SchedulerState, now: float) -> None:
+    """End what waits and can fit no worker that is left, and everything when there was none for too long."""
+    if state.no_worker_since is not None:
+        if now - state.no_worker_since > state.config.recovery_timeout:
+            message = f"no usable worker for {state.config.recovery_timeout:g} s"
+            for sequence in list(state.waiting):
+                end(state, sequence, FinishReason.UNAVAILABLE, now, cause=message, message=message)
+        return
+    largest = max((worker.capacity for worker in state.workers.values()), default=0)
+    for sequence in [s for s in state.waiting if s.max_length > largest]:
+        message = f"{sequence.max_length} tokens no longer fit any worker: the largest holds {largest}"
+        end(state, sequence, FinishReason.ERROR, now, cause="cannot fit", message=message)
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+def _hello(state: SchedulerState, peer: str, hello: WorkerHello, now: float) -> Replies:
+    problem = _unfit(state, hello)
+    if problem:
+        return [Outgoing(peer, Header(session=state.session), Shutdown(reason=problem))]
+    known = state.workers.get(peer)
+    if known is not None and known.standing is Link.JOINING and known.hello == hello:
+        known.last_seen = now
+        return [Outgoing(peer, known.header(state.session), Reset())]
+    if known is not None:
+        lose(state, known, "the worker said hello again", now)
+    state.fingerprint = hello.fingerprint
+    state.last_link += 1
+    worker = Worker.join(peer, hello, state.config, state.last_link, now)
+    state.workers[peer] = worker
+    state.last_epoch += 1
+    worker.begin_epoch(state.last_epoch)
+    return [Outgoing(peer, worker.header(state.session), Reset())]
+
+
+def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:
+    """Why the scheduler does not want this worker, or None."""
+    if state.fingerprint and hello.fingerprint != state.fingerprint:
+        return (
+            f"its fingerprint {hello.fingerprint} differs from {state.fingerprint}: all workers of one scheduler "
+            "must serve the same weights with the same dtype and block size"
+        )
+    unserved: list[KVGroup] = [group for group in hello.groups if group.kind != "full"]
+    if unserved or not hello.groups:
+        return f"KV groups {[group.kind for group in hello.groups]} are not served yet, only 'full'"
+    return None
+
+
+def _confirm(state: SchedulerState, worker: Worker) -> None:
+    if worker.standing is Link.JOINING:
+        worker.standing = Link.READY
+        state.no_worker_since = None
+
+
+def _orphan_all(state: SchedulerState, worker: Worker, cause: str, now: float) -> None:
+    in_flight = {entry.row.sequence.uid for flight in worker.flights for entry in flight.rows}
+    for sequence in list(worker.running):
+        orphan(state, sequence, worker, cause, now)
+        if in_flight == {sequence.uid}:
+            sequence.lone_deaths += 1
+            if sequence.lone_deaths >= MAX_LONE_DEATHS:
+                message = f"a worker failed {sequence.lone_deaths} times with this sequence alone in flight"
+                end(state, sequence, FinishReason.ERROR, now, cause="poisoned", message=message)
+
+
+def _note_usable(state: SchedulerState, now: float) -> None:
+    if state.no_worker_since is None and not any(True for _ in state.ready_workers):
+        state.no_worker_since = now
