@@ -177,7 +177,7 @@ def chat(
 
 
 def _is_for_people(error: Exception) -> bool:
-    """Whether an error is one line for the person at the terminal: the typed ValueErrors of our packages are."""
+    """Whether an error is one line for the person at the terminal: a typed ValueError of our packages."""
     return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in OUR_PACKAGES
 
 

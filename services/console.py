@@ -119,7 +119,7 @@ async def generate(url: str, model: str, prompts: list[str], sampling: Sampling)
 
 
 def chat(url: str, model: str, system: str, sampling: Sampling) -> None:
-    """Talk line by line until the input ends. Ctrl-C during an answer stops that answer; at the prompt, all."""
+    """Talk line by line until the input ends. Ctrl-C during an answer stops it, at the prompt all."""
     messages = [{"role": "system", "content": system}] if system else []
     with asyncio.Runner() as runner:
         model = model or runner.run(_first_model(url))

@@ -52,7 +52,7 @@ def how_it_ended(code: int) -> str:
 class Supervisor:
     """Runs `children` until `stop`. `show(line)` gets their output and what happens to them.
 
-    While `starting`, the first death fails the start: `failure` gets its story. Later a dead child is restarted.
+    While `starting`, the first death fails the start: `failure` gets its story. Later the dead are restarted.
     """
 
     def __init__(self, children: Sequence[Child], show: Callable[[str], None]) -> None:

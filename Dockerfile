@@ -1,0 +1,30 @@
+# One image for every service; the command says which: scheduler, worker or frontend.
+ARG BASE_IMAGE=python:3.11-slim
+
+FROM ${BASE_IMAGE} AS build
+# cpu or cuda: which build of torch goes in.
+ARG TORCH=cpu
+ENV PIP_NO_CACHE_DIR=1
+WORKDIR /app
+# The dependencies change seldom and are big: they have a layer of their own.
+COPY signalbox pyproject.toml requirements.lock requirements-dev.lock README.md LICENSE ./
+RUN SIGNALBOX_TORCH=${TORCH} ./signalbox install
+COPY proto proto
+COPY kvpool kvpool
+COPY scheduler scheduler
+COPY worker worker
+COPY services services
+RUN .venv/bin/python -m compileall -q proto kvpool scheduler worker services
+
+FROM ${BASE_IMAGE}
+RUN mkdir -p /run/signalbox /var/lib/signalbox && chown 10001:10001 /run/signalbox && chmod 0700 /run/signalbox
+COPY --from=build /app /app
+ENV PATH=/app/.venv/bin:$PATH \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    SIGNALBOX_HOME=/var/lib/signalbox \
+    SIGNALBOX_RUN_DIR=/run/signalbox \
+    SIGNALBOX_LOG_FORMAT=json
+USER 10001:10001
+ENTRYPOINT ["signalbox"]
+CMD ["--help"]
