@@ -14,10 +14,10 @@ class WorkloadConfig:
 
     seed: int = 1
     num_requests: int = 400
-    rate: float = 8.0  # arrivals per second
-    prompt_median: int = 256
+    rate: float = 12.0  # arrivals per second
+    prompt_median: int = 96
     prompt_bounds: tuple[int, int] = (16, 2048)
-    output_median: int = 160
+    output_median: int = 128
     output_bounds: tuple[int, int] = (8, 1024)
     spread: float = 0.7  # standard deviation of the logarithm
     max_tokens: int = 1024  # what every client allows; the answers end earlier by themselves

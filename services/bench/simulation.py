@@ -1,0 +1,139 @@
+"""The real scheduler on a virtual clock, with one simulated worker and one simulated frontend."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import count
+
+from proto.messages import (
+    Ack,
+    Add,
+    End,
+    FrontendBeat,
+    FrontendHello,
+    FrontendToScheduler,
+    Header,
+    Heartbeat,
+    Phase,
+    Refused,
+    Reset,
+    SamplingParams,
+    SequenceStart,
+    StepPlan,
+    TokenFrame,
+    Welcome,
+    int32,
+    int64,
+)
+from scheduler.advance import advance
+from scheduler.config import SchedulerConfig
+from scheduler.events import Event, FromFrontend, FromWorker, Tick
+from scheduler.state import SchedulerState
+from services.bench.simulated_worker import EOS, TOKEN, SimulatedWorker, WorkerModel
+from services.bench.workload import Request
+
+WORKER = "worker"
+FRONTEND = "frontend"
+BEAT_SECONDS = 0.25
+
+Source = Callable[[], Event]
+
+
+class Simulation:
+    """Iterate over `run` to pass the time; between two items `state` does not change."""
+
+    def __init__(self, config: SchedulerConfig, model: WorkerModel, requests: list[Request]) -> None:
+        self.state = SchedulerState(config, session=1)
+        self.requests = requests
+        self.worker = SimulatedWorker(model, lambda sequence: requests[sequence - 1].length)
+        self.ends: list[End] = []
+        self._now = 0.0
+        self._last_plan = 0
+        self._worker_free_at = 0.0
+        self._worker_link = Header()
+        self._frontend_link = Header()
+        self._order = count()
+        self._due: list[tuple[float, int, Source]] = []
+        self._at(0.0, lambda: FromWorker(WORKER, Header(), self.worker.hello(WORKER)))
+        self._at(0.0, lambda: FromFrontend(FRONTEND, Header(), FrontendHello(frontend=FRONTEND)))
+        self._at(BEAT_SECONDS, self._heartbeat)
+        self._at(BEAT_SECONDS, self._frontend_beat)
+        for index, request in enumerate(requests):
+            self._at(1.0 + request.arrival, partial(self._arrive, index))
+
+    def run(self) -> Iterator[float]:
+        """Yields the seconds for which `state` stayed as it is now, until every request has ended."""
+        while len(self.ends) < len(self.requests):
+            now = self._due[0][0]
+            now = min(now, self.state.next_deadline(self._now))
+            yield now - self._now
+            self._now = now
+            actions = advance(self.state, self._pop_due() or [Tick()], now)
+            for plan in actions.plans:
+                self._to_worker(plan.header, plan.message)
+            for frame in actions.frames:
+                self._to_frontend(frame.header, frame.message)
+
+    def _at(self, time: float, source: Source) -> None:
+        heapq.heappush(self._due, (time, next(self._order), source))
+
+    def _pop_due(self) -> list[Event]:
+        events = []
+        while self._due[0][0] <= self._now:
+            events.append(heapq.heappop(self._due)[2]())
+        return events
+
+    def _to_worker(self, header: Header, message: object) -> None:
+        if isinstance(message, Reset):
+            self.worker.reset()
+            self._worker_link = replace(header, number=0)
+            self._last_plan = 0
+        elif isinstance(message, StepPlan):
+            self._last_plan = header.number
+            result = self.worker.execute(message)
+            self._worker_free_at = max(self._now, self._worker_free_at) + result.seconds
+            self._at(self._worker_free_at, lambda: FromWorker(WORKER, header, result))
+        else:
+            raise RuntimeError(f"the scheduler turned the simulated worker away: {message}")
+
+    def _to_frontend(self, header: Header, message: object) -> None:
+        if isinstance(message, Welcome):
+            self._frontend_link = replace(header, number=0)
+        elif isinstance(message, Refused):
+            raise RuntimeError(f"the scheduler refused a request of the workload: {message.message}")
+        elif isinstance(message, TokenFrame) and message.ends:
+            self.ends += message.ends
+            ack = Ack(sequences=int64([end.sequence for end in message.ends]))
+            self._at(self._now, lambda: self._from_frontend(ack))
+
+    def _from_frontend(self, message: FrontendToScheduler) -> Event:
+        link = self._frontend_link
+        self._frontend_link = replace(link, number=link.number + 1)
+        return FromFrontend(FRONTEND, self._frontend_link, message)
+
+    def _heartbeat(self) -> Event:
+        self._at(self._now + BEAT_SECONDS, self._heartbeat)
+        phase = Phase.EXECUTING if self._worker_free_at > self._now else Phase.IDLE
+        beat = Heartbeat(worker=WORKER, last_plan=self._last_plan, phase=phase)
+        return FromWorker(WORKER, self._worker_link, beat)
+
+    def _frontend_beat(self) -> Event:
+        self._at(self._now + BEAT_SECONDS, self._frontend_beat)
+        return self._from_frontend(FrontendBeat(counters={}))
+
+    def _arrive(self, index: int) -> Event:
+        return self._from_frontend(self._add(index))
+
+    def _add(self, index: int) -> Add:
+        request = self.requests[index]
+        start = SequenceStart(sequence=index + 1, seed=index, output_ids=int32(), delivered=request.num_prompt)
+        return Add(
+            request_id=f"bench-{index}",
+            prompt_ids=int32([TOKEN] * request.num_prompt),
+            params=SamplingParams(eos_ids=(EOS,)),
+            max_length=request.num_prompt + request.max_tokens,
+            sequences=(start,),
+        )
