@@ -1,0 +1,81 @@
+"""A validated request, and what the validator must know to make one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from proto.messages import SamplingParams
+from services.frontend.context import FrontendContext, ServedModel
+
+Prompt = str | tuple[int, ...]  # text, or token ids
+
+
+class ValidationFailed(ValueError):
+    """A request that cannot be served as it is. The message names the field and what to do.
+
+    param: the field by its client-side name, or None for the whole body. status: the HTTP status. code: a stable
+    name for programs, or None.
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The model that is served, the tokens that fit (0: not known yet), and the caps on what a client may ask."""
+
+    model: ServedModel
+    max_length: int
+    max_n: int = 16
+    max_prompts: int = 256
+    max_messages: int = 4096
+
+
+def limits_of(context: FrontendContext) -> Limits:
+    """The limits that hold now: the served context follows the workers."""
+    return Limits(model=context.model, max_length=context.engine.max_length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What a client asks for, checked and with every default filled in, but not tokenised yet.
+
+    request_id: the client's, or None. Either prompts (each with n choices) or messages (one chat) are set.
+    max_tokens: output tokens of each choice; None fills the context. explicit_max: the client named max_tokens,
+    so that not fitting it is an error. min_tokens and the stop ids are in params. details: outputs carry their
+    OutputTokens (else `tokens` stays empty, which is cheaper). show_prompt_logprobs: the client asked for
+    prompt_logprobs by name. timeout: seconds from now until the request is given up, or None.
+    ignored_fields: how many unknown fields the body held.
+    """
+
+    chat: bool
+    request_id: str | None
+    prompts: tuple[Prompt, ...] = ()
+    messages: tuple[Mapping[str, str], ...] = ()
+    template_arguments: Mapping[str, Any]
+    add_generation_prompt: bool = True
+    add_special_tokens: bool
+    n: int
+    params: SamplingParams
+    seed: int | None
+    max_tokens: int | None
+    explicit_max: bool
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
+    echo: bool = False
+    show_prompt_logprobs: bool = False
+    details: bool
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    priority: int
+    timeout: float | None
+    ignored_fields: int
