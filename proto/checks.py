@@ -29,7 +29,7 @@ from proto.rules import (
 
 MAX_LOGPROBS = 20
 KV_KINDS = ("full", "window", "recurrent")
-_LAST_REASON = max(m.FinishReason)
+_LAST_REASON = int(max(m.FinishReason))
 
 
 def _nothing(record: object) -> None:
@@ -61,7 +61,7 @@ def _sampling_params(r: m.SamplingParams) -> None:
 
 def _logprobs(r: m.Logprobs) -> None:
     check_lengths(r, "rows", "positions", "values", "ranks", "top_counts")
-    check_no_negatives(r, r.rows, r.positions, r.ranks, r.top_counts, r.top_ids)
+    check_no_negatives(r, "rows", "positions", "ranks", "top_counts", "top_ids")
     check_counts(r.top_counts, r.top_ids, "top_ids")
     check_counts(r.top_counts, r.top_values, "top_values")
     if not len(r.rows):
@@ -83,13 +83,13 @@ def _sequence_start(r: m.SequenceStart) -> None:
     check_range(r, 1, INT64_MAX, "sequence")
     check_range(r, 0, 2**64 - 1, "seed")
     check_range(r, 1, INT32_MAX, "delivered")
-    check_no_negatives(r, r.output_ids)
+    check_no_negatives(r, "output_ids")
 
 
 def _add(r: m.Add) -> None:
     check_names(r, "request_id")
     check_names(r, "tenant", "adapter", shortest=0)
-    check_no_negatives(r, r.prompt_ids)
+    check_no_negatives(r, "prompt_ids")
     if not len(r.prompt_ids):
         raise CodecError("prompt_ids", "must hold at least one token")
     if not r.sequences:
@@ -139,7 +139,7 @@ def _end(r: m.End) -> None:
 
 def _token_frame(r: m.TokenFrame) -> None:
     check_lengths(r, "sequences", "firsts", "counts", "versions")
-    check_no_negatives(r, r.firsts, r.counts, r.versions, r.tokens)
+    check_no_negatives(r, "firsts", "counts", "versions", "tokens")
     check_counts(r.counts, r.tokens, "tokens")
     check_handles(r.sequences)
     _check_logprob_rows(r.logprobs, len(r.sequences))
@@ -182,13 +182,13 @@ def _heartbeat(r: m.Heartbeat) -> None:
 
 def _freed(r: m.Freed) -> None:
     check_lengths(r, "rows", "counts")
-    check_no_negatives(r, r.rows, r.counts, r.ids)
+    check_no_negatives(r, "rows", "counts", "ids")
     check_counts(r.counts, r.ids, "ids")
 
 
 def _step_result(r: m.StepResult) -> None:
     check_lengths(r, "rows", "counts", "finite", "reasons")
-    check_no_negatives(r, r.rows, r.counts, r.tokens, r.finite, r.reasons)
+    check_no_negatives(r, "rows", "counts", "tokens", "finite", "reasons")
     check_counts(r.counts, r.tokens, "tokens")
     check_range(r, 0, INT32_MAX, "weights_version")
     if r.seconds < 0:
@@ -197,7 +197,7 @@ def _step_result(r: m.StepResult) -> None:
     if not len(r.rows):
         return
     if largest(r.reasons) > _LAST_REASON:
-        raise CodecError("reasons", f"must be 0 to {int(_LAST_REASON)}, not {largest(r.reasons)}")
+        raise CodecError("reasons", f"must be 0 to {_LAST_REASON}, not {largest(r.reasons)}")
     if largest(r.finite) > 1:
         raise CodecError("finite", f"must be 0 or 1, not {largest(r.finite)}")
     if not smallest(r.finite) and r.counts[r.finite == 0].any():
@@ -209,7 +209,7 @@ def _join(r: m.Join) -> None:
     check_range(r, 1, INT64_MAX, "sequence")
     check_range(r, 0, 2**64 - 1, "seed")
     check_names(r, "adapter", shortest=0)
-    check_no_negatives(r, r.tokens)
+    check_no_negatives(r, "tokens")
     if not len(r.tokens):
         raise CodecError("tokens", "must hold at least one token")
     check_range(r, 1, len(r.tokens), "num_prompt")
@@ -244,17 +244,17 @@ def _check_path(path: str) -> None:
 def _transfer(r: m.Transfer) -> None:
     check_range(r, 0, INT32_MAX, "group")
     check_names(r, "peer")
-    check_no_negatives(r, r.blocks)
+    check_no_negatives(r, "blocks")
 
 
 def _new_blocks(r: m.NewBlocks) -> None:
-    check_no_negatives(r, r.counts, r.ids)
+    check_no_negatives(r, "counts", "ids")
     check_counts(r.counts, r.ids, "ids")
 
 
 def _step_plan(r: m.StepPlan) -> None:
     check_lengths(r, "rows", "starts", "counts")
-    check_no_negatives(r, r.leaves, r.rows, r.starts, r.counts)
+    check_no_negatives(r, "leaves", "rows", "starts", "counts")
     num_rows = len(r.rows)
     for group, new in enumerate(r.blocks):
         if len(new.counts) != num_rows:

@@ -240,18 +240,21 @@ def record_form(record: type, tags: Mapping[type, int]) -> Form:
     names = tuple(field.name for field in fields(record))
     forms = tuple(_form(hints[name], tags) for name in names)
     named_writers = tuple((name, form.write) for name, form in zip(names, forms, strict=True))
-    named_readers = tuple((name, form.read) for name, form in zip(names, forms, strict=True))
+    # A slot's descriptor stores past the frozen __setattr__, in half the time; every field is stored, so that no
+    # default is missed.
+    stores = tuple((name, getattr(record, name).__set__, form.read) for name, form in zip(names, forms, strict=True))
     check = CHECKS[record]
 
     def write(value: Any) -> list[Any]:
         if type(value) is not record:
             raise _wrong(f"a {record.__name__}", value)
-        written = []
-        for name, write_field in named_writers:
-            try:
+        written: list[Any] = []
+        name = ""
+        try:
+            for name, write_field in named_writers:
                 written.append(write_field(getattr(value, name)))
-            except CodecError as error:
-                raise error.within(name) from None
+        except CodecError as error:
+            raise error.within(name) from None
         check(value)
         return written
 
@@ -260,13 +263,13 @@ def record_form(record: type, tags: Mapping[type, int]) -> Form:
             raise _wrong(f"the fields of {record.__name__} (array)", value)
         if len(value) != len(names):
             raise CodecError("", f"{record.__name__} has {len(names)} fields, not {len(value)}")
-        found = {}
-        for (name, read_field), raw in zip(named_readers, value, strict=True):
-            try:
-                found[name] = read_field(raw)
-            except CodecError as error:
-                raise error.within(name) from None
-        built = record(**found)
+        built: Any = object.__new__(record)
+        name = ""
+        try:
+            for raw, (name, store, read_field) in zip(value, stores, strict=True):  # noqa: B007 - told by the error
+                store(built, read_field(raw))
+        except CodecError as error:
+            raise error.within(name) from None
         check(built)
         return built
 

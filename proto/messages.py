@@ -337,9 +337,14 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerFault:
-    """A plan could not be applied or executed; the worker has emptied its batch and waits for a new epoch."""
+    """A plan could not be applied or executed; the worker has emptied its batch and waits for a new epoch.
+
+    executing: the plan was sound and its execution failed, so that one of its sequences may be the cause; False
+    for a gap in the numbers or a plan that does not fit the batch.
+    """
 
     message: str
+    executing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

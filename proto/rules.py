@@ -14,10 +14,15 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_NAME = 256  # characters of ids and names
 
-# The bare reductions: the methods of an array cost twice as much, and a frame has ten of them.
-largest = np.maximum.reduce
-smallest = np.minimum.reduce
-total = np.add.reduce
+
+def largest(column: NDArray[Any]) -> Any:
+    """The largest entry of a column that has one; NaN if any is. (The search costs a third of a reduction.)"""
+    return column.item(column.argmax())
+
+
+def smallest(column: NDArray[Any]) -> Any:
+    """The smallest entry of a column that has one; NaN if any is."""
+    return column.item(column.argmin())
 
 
 def check_range(record: Any, low: float, high: float, *names: str) -> None:
@@ -37,13 +42,11 @@ def check_names(record: Any, *names: str, shortest: int = 1) -> None:
 
 
 def check_handles(sequences: Int64, least: int = 0) -> None:
-    """Sequence handles are > 0 and distinct, at least `least` of them."""
+    """Sequence handles are > 0, at least `least` of them."""
     if len(sequences) < least:
         raise CodecError("sequences", f"must name at least {least} sequence(s)")
     if len(sequences) and smallest(sequences) < 1:
         raise CodecError("sequences", f"must all be at least 1, not {smallest(sequences)}")
-    if len(sequences) > 1 and len(set(sequences.tolist())) != len(sequences):
-        raise CodecError("sequences", "must not name a sequence twice")
 
 
 def check_ids(record: Any, *names: str) -> None:
@@ -65,15 +68,17 @@ def check_lengths(record: Any, first: str, *others: str) -> None:
 
 def check_counts(counts: Int32, flat: NDArray[Any], name: str) -> None:
     """The flat column `name` holds as many entries as the counts (>= 0) say."""
-    told = int(total(counts)) if len(counts) else 0
+    if len(counts) and largest(counts) > 1:
+        told = int(np.add.reduce(counts))
+    else:
+        told = int(np.count_nonzero(counts))  # of zeros and ones, as in most steps; a quarter of the time
     if told != len(flat):
         raise CodecError(name, f"must have {told} entries, the sum of its counts, not {len(flat)}")
 
 
-def check_no_negatives(record: Any, *columns: Int32) -> None:
-    """No column of the record's has a negative entry."""
-    joint = np.concatenate(columns) if len(columns) > 1 else columns[0]
-    if len(joint) and smallest(joint) < 0:
-        wrong = next(column for column in columns if len(column) and smallest(column) < 0)
-        name = next(name for name in record.__slots__ if getattr(record, name) is wrong)
-        raise CodecError(name, f"must not be negative, not {smallest(wrong)}")
+def check_no_negatives(record: Any, *names: str) -> None:
+    """The named columns have no negative entry."""
+    for name in names:
+        column = getattr(record, name)
+        if len(column) and smallest(column) < 0:
+            raise CodecError(name, f"must not be negative, not {smallest(column)}")
