@@ -8,12 +8,16 @@ from types import FrameType, TracebackType
 
 
 class StopSignal:
-    """While entered, SIGTERM and SIGINT set `requested` and make `fd` readable. Main thread only."""
+    """While entered, SIGTERM and SIGINT set `requested` and make `fd` readable. Main thread only.
+
+    While `interrupts` is set they end the process at once instead, in good order and with exit code 0.
+    """
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
         self.requested = False
+        self.interrupts = False
         self._read, self._write = socket.socketpair()
         for end in (self._read, self._write):
             end.setblocking(False)
@@ -33,6 +37,8 @@ class StopSignal:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.requested = True
+        if self.interrupts:
+            raise SystemExit(0)
 
     def __enter__(self) -> StopSignal:
         self._former_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)

@@ -7,6 +7,7 @@ random for each start of a process. All options that matter are set here and now
 from __future__ import annotations
 
 import errno
+import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,10 +16,9 @@ from enum import Enum
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from proto.codec import MAX_FRAME_BYTES
 from services.run_dir import RunDir
 
-# The largest frame: a request of a million tokens with its outputs, or the joins of one step.
-MAX_FRAME_BYTES = 64 * 2**20
 MAX_CONTROL_BYTES = 2**20
 
 # High-water marks, in frames. More plans than a window can hold are never on their way. A frontend's link may
@@ -29,6 +29,9 @@ FRONTEND_HWM = 1024
 
 # Frames taken from one socket before the others have their turn.
 DRAIN_LIMIT = 512
+
+# Seconds that the last frames of a process that ends in good order may take to leave.
+LAST_WORDS = 0.5
 
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 400
@@ -61,6 +64,11 @@ def control_link(run_dir: RunDir) -> Link:
 def new_identity() -> str:
     """A name for one start of a process; both links of a worker carry the same."""
     return secrets.token_hex(12)
+
+
+def milliseconds(seconds: float) -> int:
+    """A poller's timeout that never ends too early."""
+    return max(0, math.ceil(seconds * 1000))
 
 
 def set_options(socket: zmq.Socket[bytes], link: Link) -> None:
@@ -118,6 +126,12 @@ class LinkEvent(Enum):
     DOWN = zmq.EVENT_DISCONNECTED
 
 
+def link_events(monitor: zmq.Socket[bytes]) -> Iterator[LinkEvent]:
+    """What happened to a Dealer's connection since the last call, from its monitor."""
+    while monitor.poll(0):
+        yield LinkEvent(recv_monitor_message(monitor)["event"])
+
+
 class Dealer:
     """The connecting end. It reconnects by itself; `monitor` is readable when the connection came or went.
 
@@ -153,12 +167,7 @@ class Dealer:
             return False
         return True
 
-    def events(self) -> Iterator[LinkEvent]:
-        """What happened to the connection since the last call."""
-        while self.monitor.poll(0):
-            yield LinkEvent(recv_monitor_message(self.monitor)["event"])
-
-    def close(self) -> None:
-        """Close at once; frames not yet sent are gone."""
+    def close(self, linger: float = 0.0) -> None:
+        """Close; frames that were not sent within `linger` seconds are gone."""
         self.socket.disable_monitor()
-        self.socket.close()
+        self.socket.close(linger=round(linger * 1000))

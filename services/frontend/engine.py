@@ -1,0 +1,282 @@
+"""The frontend's side of the link to the scheduler: requests out, tokens in, and one way to resume.
+
+All state lives on the event loop; services/frontend/link.py moves the bytes. Whatever is open can be told to a
+scheduler again at any time (Add is attach), so every trouble has one answer: a new link, then everything again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from proto.messages import (
+    Abort,
+    Ack,
+    Add,
+    End,
+    Finish,
+    FinishReason,
+    FrontendBeat,
+    FrontendHello,
+    FrontendToScheduler,
+    Header,
+    RefusalCode,
+    Refused,
+    SchedulerBeat,
+    TokenFrame,
+    Welcome,
+    int64,
+)
+from services.frontend.link import Incoming, LinkState, LinkThread
+from services.frontend.streams import Choice, Stream, logprobs_by_row
+from services.frontend.types import RequestRefused
+from services.run_dir import RunDir
+
+BEAT_INTERVAL = 0.5  # seconds
+SILENCE = 2.0  # seconds without a SchedulerBeat after which the engine is not ready
+
+log = structlog.get_logger()
+
+
+class EngineClient:
+    """An Engine (services/frontend/types.py). Use it on the event loop that `start` ran on, and only there.
+
+    counters: this process's own, by sample name; told to the scheduler with every beat.
+    model_length: the model's context, served until a worker says what fits. recovery_timeout: seconds.
+    """
+
+    def __init__(
+        self,
+        run_dir: RunDir,
+        name: str,
+        *,
+        counters: Callable[[], Mapping[str, float]],
+        model_length: int,
+        recovery_timeout: float,
+    ) -> None:
+        self._run_dir = run_dir
+        self._name = name
+        self._counters = counters
+        self._model_length = model_length
+        self._recovery_timeout = recovery_timeout
+        self._header: Header | None = None  # of the current link; None before a Welcome
+        self._session = 0  # of the scheduler that last welcomed us
+        self._last_frame = 0  # number of the last TokenFrame on this link
+        self._beat: SchedulerBeat | None = None
+        self._last_sequence = 0
+        self._streams: dict[int, tuple[Stream, Choice]] = {}  # by handle: without a terminal event
+        self._aborted: set[int] = set()  # handles that the scheduler may still hold
+        self.draining = False
+
+    async def start(self) -> None:
+        """Connect, now and whenever a scheduler is there."""
+        self._loop = asyncio.get_running_loop()
+        self._heard = self._loop.time()  # when the scheduler last said that it serves
+        self._link = LinkThread(self._run_dir, self._loop, self._deliver)
+        self._link.start()
+        self._beats = asyncio.create_task(self._beat_forever())
+
+    async def stop(self) -> None:
+        """End what is open as unavailable and leave the scheduler."""
+        self._beats.cancel()
+        await asyncio.gather(self._beats, return_exceptions=True)
+        handles = list(self._streams)
+        self._end_open("the frontend is shutting down")
+        if handles:
+            self._send(Abort(sequences=int64(handles)))
+        self._link.stop()
+
+    def drain(self) -> None:
+        """Accept nothing new from now on."""
+        self.draining = True
+
+    # --- Engine -------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """See Engine."""
+        return self._problem() is None
+
+    @property
+    def reason(self) -> str:
+        """See Engine."""
+        return self._problem() or "ready"
+
+    @property
+    def max_length(self) -> int:
+        """See Engine."""
+        return (self._beat.max_length if self._beat else 0) or self._model_length
+
+    @property
+    def num_open(self) -> int:
+        """Sequences without a terminal event."""
+        return len(self._streams)
+
+    def next_sequence(self) -> int:
+        """See Engine."""
+        self._last_sequence += 1
+        return self._last_sequence
+
+    def submit(self, add: Add) -> Stream:
+        """See Engine."""
+        if self.draining:
+            raise RequestRefused(RefusalCode.UNAVAILABLE, "the server is shutting down")
+        if self._given_up():
+            raise RequestRefused(RefusalCode.UNAVAILABLE, f"the engine cannot serve now: {self.reason}")
+        stream = Stream(self, add, self._loop.time())
+        for choice in stream.choices:
+            self._streams[choice.start.sequence] = (stream, choice)
+        self._send(add)
+        return stream
+
+    def metrics(self) -> dict[str, float]:
+        """See Engine."""
+        totals: dict[str, float] = {}
+        if self._beat is not None:
+            totals = {**self._beat.metrics, **self._beat.frontend_totals}
+        for name, value in self._counters().items():
+            totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    # --- asked by streams ---------------------------------------------------------------------------------------
+
+    def finish_choice(self, choice: Choice) -> None:
+        """Tell the scheduler where the frontend found the end."""
+        if choice.finish is not None:
+            length, reason = choice.finish
+            self._send(Finish(sequence=choice.start.sequence, length=length, reason=reason))
+
+    def abort_stream(self, stream: Stream) -> None:
+        """Give the blocks back; the stream ends by itself."""
+        handles = [choice.start.sequence for choice in stream.open]
+        for handle in handles:
+            del self._streams[handle]
+        self._aborted.update(handles)
+        self._send(Abort(sequences=int64(handles)))
+
+    # --- the link -----------------------------------------------------------------------------------------------
+
+    def _send(self, message: FrontendToScheduler) -> None:
+        """Without a link nothing is sent: _welcome tells everything that is open."""
+        if self._header is not None:
+            self._link.send(self._header, message)
+
+    def _deliver(self, batch: list[Incoming]) -> None:
+        acks: list[int] = []
+        for item in batch:
+            if isinstance(item, LinkState):
+                self._lose_link(item)
+                continue
+            header, message = item
+            if isinstance(message, Welcome):
+                self._welcome(header)
+            elif self._header is None or (header.session, header.link) != (self._header.session, self._header.link):
+                continue
+            elif isinstance(message, TokenFrame):
+                acks += self._frame(header.number, message)
+            elif isinstance(message, Refused):
+                self._refuse(message)
+            else:
+                self._beat = message
+                self._heard = self._loop.time()
+        if acks:
+            self._send(Ack(sequences=int64(acks)))
+
+    def _lose_link(self, state: LinkState) -> None:
+        if self._header is not None:
+            log.warning("scheduler lost")
+        self._header = None
+        self._beat = None
+        if state is LinkState.UP:
+            self._link.send(Header(), FrontendHello(frontend=self._name))
+
+    def _welcome(self, header: Header) -> None:
+        log.info("welcomed", session=header.session, link=header.link, open=len(self._streams))
+        if header.session != self._session:
+            self._aborted.clear()  # the scheduler that held them is gone
+        self._session = header.session
+        self._header = Header(session=header.session, link=header.link)
+        self._last_frame = 0
+        if self._aborted:
+            self._send(Abort(sequences=int64(sorted(self._aborted))))
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Attach to everything open, or make a new scheduler go on with it."""
+        now = self._loop.time()
+        for stream in dict.fromkeys(stream for stream, _ in self._streams.values()):
+            self._send(stream.resume(now))
+            for choice in stream.open:
+                self.finish_choice(choice)
+
+    def _frame(self, number: int, frame: TokenFrame) -> list[int]:
+        """Hand the ranges to their streams; returns the handles whose end can be acknowledged."""
+        if number != self._last_frame + 1:
+            log.warning("frames lost", last=self._last_frame, number=number)
+            self._tell_all()
+        self._last_frame = number
+        tokens, at = frame.tokens.tolist(), 0
+        logprobs = logprobs_by_row(frame, tokens)
+        ranges = zip(frame.sequences.tolist(), frame.firsts.tolist(), frame.counts.tolist(), strict=True)
+        for row, (handle, first, count) in enumerate(ranges):
+            known = self._streams.get(handle)
+            if known is not None:
+                stream, choice = known
+                if choice.accept(first, tokens[at : at + count], logprobs.get(row, {})):
+                    stream.wake(choice)
+            at += count
+        return [end.sequence for end in frame.ends if self._end(end)]
+
+    def _end(self, end: End) -> bool:
+        """Whether the end is known now, so that the scheduler may forget the sequence."""
+        known = self._streams.get(end.sequence)
+        if known is None:
+            self._aborted.discard(end.sequence)
+            return True
+        stream, choice = known
+        if not choice.close(end):
+            return False
+        del self._streams[end.sequence]
+        stream.wake(choice)
+        return True
+
+    def _refuse(self, refused: Refused) -> None:
+        error = RequestRefused(refused.code, refused.message, refused.retry_after)
+        for stream in {self._streams[handle][0] for handle in refused.sequences.tolist() if handle in self._streams}:
+            for choice in stream.open:
+                self._streams.pop(choice.start.sequence)
+            stream.refuse(error)
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def _problem(self) -> str | None:
+        if self.draining:
+            return "the server is shutting down"
+        if self._beat is None:
+            return "no scheduler answers"
+        if self._loop.time() - self._heard > SILENCE:
+            return f"the scheduler has been silent for {self._loop.time() - self._heard:.1f} s"
+        return None if self._beat.ready else self._beat.reason
+
+    def _given_up(self) -> bool:
+        return self._loop.time() - self._heard > self._recovery_timeout
+
+    async def _beat_forever(self) -> None:
+        while True:
+            if self._header is None:
+                self._link.send(Header(), FrontendHello(frontend=self._name))
+            else:
+                self._send(FrontendBeat(counters=dict(self._counters())))
+            if self._given_up() and self._streams:
+                self._end_open(f"the engine was not reachable for {self._recovery_timeout:g} s")
+            await asyncio.sleep(BEAT_INTERVAL)
+
+    def _end_open(self, why: str) -> None:
+        log.warning("ending open requests", why=why, open=len(self._streams))
+        self._aborted.update(self._streams)
+        streams = {stream for stream, _ in self._streams.values()}
+        self._streams.clear()
+        for stream in streams:
+            stream.end_all(FinishReason.UNAVAILABLE, why)

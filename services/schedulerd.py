@@ -1,0 +1,167 @@
+"""The scheduler process: one thread, three sockets, and scheduler.advance between them.
+
+Every input of advance passes through ``SchedulerService.step``.
+"""
+
+from __future__ import annotations
+
+import gc
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from proto.codec import FRONTEND_TO_SCHEDULER, CodecError, decode, encode
+from proto.messages import Header, Heartbeat, Message, Refused, StepPlan, StepResult, WorkerFault, WorkerHello
+from scheduler.advance import advance
+from scheduler.config import SchedulerConfig
+from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Tick
+from scheduler.state import Link, SchedulerState
+from services.run_dir import RunDir, SchedulerLock
+from services.settings import SchedulerSettings
+from services.status_file import TOUCH_INTERVAL, StatusFile
+from services.stop_signal import StopSignal
+from services.transport import LAST_WORDS, Router, control_link, frontend_link, milliseconds, plan_link
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A socket with the records that may come in on it and the event that each becomes."""
+
+    router: Router
+    expected: tuple[type[Message], ...]
+    event: type[FromFrontend] | type[FromWorker]
+
+
+class SchedulerService:
+    """Moves frames between the sockets and the state machine."""
+
+    def __init__(self, run_dir: RunDir, config: SchedulerConfig) -> None:
+        """Bind the sockets. SettingsError when another scheduler has the run folder."""
+        self.lock = SchedulerLock(run_dir)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.frontends = Router(self.context, frontend_link(run_dir))
+        self.plans = Router(self.context, plan_link(run_dir))
+        self.control = Router(self.context, control_link(run_dir))
+        self.sources = (
+            Source(self.control, (WorkerHello, Heartbeat), FromWorker),
+            Source(self.plans, (StepResult, WorkerFault), FromWorker),
+            Source(self.frontends, FRONTEND_TO_SCHEDULER, FromFrontend),
+        )
+        self.poller = zmq.Poller()
+        for source in self.sources:
+            self.poller.register(source.router.socket, zmq.POLLIN)
+        self.state = SchedulerState(config, secrets.randbits(62) + 1, time.monotonic())
+        self.due: list[Event] = []  # for the next call of advance, whatever arrives
+        self.rejected: Counter[str] = Counter()
+
+    def step(self, longest: float) -> None:
+        """Wait for input, at most `longest` seconds, and advance once with all of it."""
+        now = time.monotonic()
+        wait = 0.0 if self.due else min(longest, self.state.next_deadline(now) - now)
+        self.poller.poll(milliseconds(wait))
+        events, self.due = [*self.due, *self._receive()], []
+        standing = self._standing()
+        actions = advance(self.state, events or [Tick()], time.monotonic())
+        self._report(standing, actions)
+        self._send(actions)
+
+    def drain(self) -> None:
+        """Accept nothing new from the next step on."""
+        self.due.append(Drain())
+
+    def close(self) -> None:
+        """Let the last frames out and leave the run folder to the next scheduler."""
+        for source in self.sources:
+            source.router.close(LAST_WORDS)
+        self.context.term()
+        self.lock.close()
+
+    def _receive(self) -> Iterator[Event]:
+        for source in self.sources:
+            for peer, data in source.router.receive():
+                if peer is None:
+                    self._reject("identity", "a frame of a peer without a proper identity")
+                    continue
+                try:
+                    header, message = decode(data, source.expected, source.router.max_bytes)
+                except CodecError as error:
+                    self._reject("malformed", str(error), peer)
+                    continue
+                yield source.event(peer, header, message)  # type: ignore[arg-type]
+
+    def _reject(self, reason: str, why: str, peer: str = "") -> None:
+        self.rejected[reason] += 1
+        log.warning("frame rejected", reason=reason, why=why, peer=peer)
+
+    def _send(self, actions: Actions) -> None:
+        for plan in actions.plans:
+            router = self.plans if isinstance(plan.message, StepPlan) else self.control
+            self._send_one(router, plan.peer, plan.header, plan.message)
+        for frame in actions.frames:
+            self._send_one(self.frontends, frame.peer, frame.header, frame.message)
+
+    def _send_one(self, router: Router, peer: str, header: Header, message: Message) -> None:
+        if not router.send(peer, encode(header, message)):
+            log.warning("peer lost", peer=peer, unsent=type(message).__name__)
+            self.due.append(PeerLost(peer))
+
+    def _standing(self) -> dict[str, tuple[int, Link]]:
+        return {peer: (worker.epoch, worker.standing) for peer, worker in self.state.workers.items()}
+
+    def _report(self, before: dict[str, tuple[int, Link]], actions: Actions) -> None:
+        for peer, (epoch, standing) in self._standing().items():
+            if before.get(peer) != (epoch, standing):
+                hello = self.state.workers[peer].hello
+                log.info("worker " + standing.value, worker=hello.worker, peer=peer, epoch=epoch)
+        for peer in before.keys() - self.state.workers.keys():
+            log.warning("worker lost", peer=peer, epoch=before[peer][0])
+        for frame in actions.frames:
+            refused = frame.message
+            if isinstance(refused, Refused):
+                log.info("refused", request_id=refused.request_id, code=refused.code.name, why=refused.message)
+
+
+def config_of(settings: SchedulerSettings) -> SchedulerConfig:
+    """What the state machine is told."""
+    return SchedulerConfig(
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        max_queued_requests=settings.max_queued_requests,
+        max_queued_tokens=settings.max_queued_tokens,
+        recovery_timeout=settings.recovery_timeout,
+    )
+
+
+def run(settings: SchedulerSettings) -> int:
+    """Serve until SIGTERM, then drain within the grace time. Returns the exit code."""
+    run_dir = RunDir.prepare(settings.run_dir)
+    with StopSignal() as stop:
+        service = SchedulerService(run_dir, config_of(settings))
+        service.poller.register(stop.fd, zmq.POLLIN)
+        file = StatusFile(run_dir, "scheduler", settings.name)
+        log.info("scheduler started", run_dir=str(run_dir.path), session=service.state.session)
+        gc.collect()
+        gc.freeze()
+        try:
+            while not stop.requested:
+                service.step(TOUCH_INTERVAL / 2)
+                file.update(service.state.ready)
+            stop.clear()
+            log.info("draining", grace_seconds=settings.grace_seconds)
+            service.drain()
+            end = time.monotonic() + settings.grace_seconds
+            while service.due or (not service.state.idle and time.monotonic() < end):
+                service.step(min(TOUCH_INTERVAL / 2, end - time.monotonic()))
+                file.update(service.state.ready)
+        finally:
+            file.withdraw()
+            service.close()
+    log.info("scheduler stopped", idle=service.state.idle)
+    return 0

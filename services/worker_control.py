@@ -1,0 +1,134 @@
+"""The worker's second link, on a thread of its own: hellos, heartbeats, resets. No long step delays it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+
+import structlog
+import zmq
+
+from proto.codec import CodecError, decode, encode
+from proto.messages import Header, Heartbeat, Phase, Reset, Shutdown, WorkerHello
+from services.mailbox import Mailbox
+from services.run_dir import RunDir
+from services.status_file import StatusFile
+from services.transport import LAST_WORDS, Dealer, LinkEvent, control_link, link_events, milliseconds
+
+BEAT_INTERVAL = 0.25  # seconds between heartbeats
+HELLO_INTERVAL = 1.0  # seconds between hellos that nobody answered
+
+ORDERS: tuple[type[Reset | Shutdown], ...] = (Reset, Shutdown)
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What heartbeats tell; the main thread replaces it whole."""
+
+    header: Header
+    last_plan: int
+    phase: Phase
+
+
+class ControlThread(threading.Thread):
+    """`inbox` brings the main thread what the scheduler ordered: (header, Reset or Shutdown), in order.
+
+    The hello goes out once both links stand and the model is loaded, and again each second until a Reset answers;
+    likewise after a link broke, and when a Reset without an epoch says that the scheduler does not know us.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        run_dir: RunDir,
+        identity: str,
+        plan_monitor: zmq.Socket[bytes],
+        status_file: StatusFile,
+    ) -> None:
+        super().__init__(name="control", daemon=True)
+        self.inbox: Mailbox[tuple[Header, Reset | Shutdown]] = Mailbox()
+        self.beat = Beat(Header(), 0, Phase.LOADING)
+        self._wake: Mailbox[None] = Mailbox()
+        self._hello: WorkerHello | None = None
+        self._leaving = False
+        self._joined = False
+        self._next_send = 0.0
+        self._up = {"plan": False, "control": False}
+        self._dealer = Dealer(context, control_link(run_dir), identity)
+        self._monitors = {"plan": plan_monitor, "control": self._dealer.monitor}
+        self._status = status_file
+
+    # --- called by the main thread ---
+
+    def offer(self, hello: WorkerHello) -> None:
+        """The model is loaded: join."""
+        self._hello = hello
+        self._wake.put(None)
+
+    def tell(self, beat: Beat, at_once: bool = False) -> None:
+        """What the next heartbeats say. at_once: send one now."""
+        self.beat = beat
+        if at_once:
+            self._wake.put(None)
+
+    def leave(self) -> None:
+        """Send a last heartbeat and end the thread."""
+        self._leaving = True
+        self._wake.put(None)
+        self.join()
+
+    # --- the thread ---
+
+    def run(self) -> None:
+        """Until `leave`."""
+        poller = zmq.Poller()
+        for readable in (self._dealer.socket, *self._monitors.values(), self._wake.fd):
+            poller.register(readable, zmq.POLLIN)
+        while not self._leaving:
+            wait = min(self._next_send - time.monotonic(), BEAT_INTERVAL)
+            poller.poll(milliseconds(wait))
+            if self._wake.take():
+                self._next_send = 0.0
+            self._follow_links()
+            self._receive()
+            self._send_due(time.monotonic())
+            self._status.update(self._joined)
+        self._send_due(float("inf"))
+        self._dealer.close(LAST_WORDS)
+        for mailbox in (self.inbox, self._wake):
+            mailbox.close()
+
+    def _follow_links(self) -> None:
+        for name, monitor in self._monitors.items():
+            for event in link_events(monitor):
+                self._up[name] = event is LinkEvent.UP
+                self._next_send = 0.0
+                if self._joined and event is LinkEvent.DOWN:
+                    self._joined = False
+                    log.warning("scheduler lost", link=name)
+
+    def _receive(self) -> None:
+        for data in self._dealer.receive():
+            try:
+                header, message = decode(data, ORDERS, self._dealer.max_bytes)
+            except CodecError as error:
+                log.warning("frame rejected", link="control", why=str(error))
+                continue
+            self._joined = header.epoch > 0
+            self._next_send = 0.0
+            self.inbox.put((header, message))
+
+    def _send_due(self, now: float) -> None:
+        if now < self._next_send or self._hello is None or not all(self._up.values()):
+            return
+        if self._joined:
+            beat = self.beat
+            told = Heartbeat(worker=self._hello.worker, last_plan=beat.last_plan, phase=beat.phase)
+            self._dealer.send(encode(beat.header, told))
+            self._next_send = now + BEAT_INTERVAL
+        else:
+            self._dealer.send(encode(Header(), self._hello))
+            self._next_send = now + HELLO_INTERVAL

@@ -1,0 +1,198 @@
+"""The worker process. Its main thread takes plans, runs them and answers; worker_control.py does the rest."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import deque
+from dataclasses import replace
+from typing import Protocol
+
+import structlog
+import zmq
+
+from proto.codec import CodecError, decode, encode
+from proto.messages import Header, Message, Phase, Reset, StepPlan, StepResult, WorkerFault, WorkerHello
+from services.run_dir import RunDir
+from services.settings import SettingsError, WorkerSettings
+from services.status_file import StatusFile
+from services.stop_signal import StopSignal
+from services.transport import LAST_WORDS, Dealer, new_identity, plan_link
+from services.worker_control import Beat, ControlThread
+from worker.errors import ConfigError, PlanError
+
+# Plans that may wait for their Reset, which travels on the other link.
+MAX_EARLY_PLANS = 16
+
+log = structlog.get_logger()
+
+
+class PlanRunner(Protocol):
+    """What this service needs of worker.runner.Runner."""
+
+    def hello(self, worker_id: str) -> WorkerHello: ...
+
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def reset(self) -> None: ...
+
+
+class WorkerService:
+    """Runs plans of the current epoch, in order of their numbers.
+
+    An error leaves an empty batch and no epoch: the scheduler is told why, plans are ignored until its Reset.
+    """
+
+    def __init__(self, run_dir: RunDir, status_file: StatusFile) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        identity = new_identity()
+        self.plans = Dealer(self.context, plan_link(run_dir), identity)
+        self.control = ControlThread(self.context, run_dir, identity, self.plans.monitor, status_file)
+        self.poller = zmq.Poller()
+        self.poller.register(self.plans.socket, zmq.POLLIN)
+        self.poller.register(self.control.inbox.fd, zmq.POLLIN)
+        self.epoch: Header | None = None  # session, link and epoch that plans must carry
+        self.last_plan = 0
+        self.early: deque[tuple[Header, StepPlan]] = deque(maxlen=MAX_EARLY_PLANS)
+        self.refused = ""  # why the scheduler does not want this worker
+
+    def join(self, runner: PlanRunner, name: str) -> None:
+        """Offer a loaded model to the scheduler; `step` serves it from here on."""
+        self.runner = runner
+        self.control.offer(runner.hello(name))
+
+    def step(self) -> None:
+        """Wait for plans or orders and handle all that are there."""
+        self.poller.poll()
+        self._obey()
+        for data in self.plans.receive():
+            try:
+                header, plan = decode(data, (StepPlan,), self.plans.max_bytes)
+            except CodecError as error:
+                self._fault(f"a plan that cannot be read: {error}")
+                continue
+            self._take(header, plan)
+            self._obey()
+
+    def close(self) -> None:
+        """Tell the scheduler and close the sockets."""
+        self._tell(Phase.STOPPING)
+        self.control.leave()
+        self.plans.close(LAST_WORDS)
+        self.context.term()
+
+    def _obey(self) -> None:
+        for header, order in self.control.inbox.take():
+            if isinstance(order, Reset):
+                self._reset(header)
+            else:
+                self.refused = order.reason
+
+    def _reset(self, header: Header) -> None:
+        if replace(header, number=0) == self.epoch:
+            return  # a second answer to a second hello
+        self.runner.reset()
+        if header.epoch == 0:
+            self.epoch = None  # the scheduler does not know us; the control thread says hello again
+            return
+        self.epoch = replace(header, number=0)
+        self.last_plan = 0
+        self._tell(Phase.IDLE, at_once=True)
+        log.info("joined", epoch=header.epoch, session=header.session)
+        early, self.early = self.early, deque(maxlen=MAX_EARLY_PLANS)
+        for plan_header, plan in early:
+            if replace(plan_header, number=0) == self.epoch:
+                self._take(plan_header, plan)
+
+    def _take(self, header: Header, plan: StepPlan) -> None:
+        if self.epoch is None or replace(header, number=0) != self.epoch:
+            self.early.append((header, plan))  # its Reset is on the way; if it is an old one, it is never run
+            return
+        if header.number != self.last_plan + 1:
+            self._fault(f"plan {header.number} came after plan {self.last_plan}")
+            return
+        self.last_plan = header.number
+        self._tell(Phase.EXECUTING)
+        started = time.perf_counter()
+        try:
+            result = self.runner.execute(plan)
+            answer = encode(header, replace(result, seconds=time.perf_counter() - started))
+        except PlanError as error:
+            self._fault(f"plan {header.number}: {error}")
+            return
+        except Exception as error:  # whatever it is, the scheduler must know that the plan has no result
+            log.exception("plan failed", plan=header.number)
+            self._fault(f"plan {header.number}: {type(error).__name__}: {error}")
+            return
+        self.plans.send(answer)
+        self._tell(Phase.IDLE)
+
+    def _fault(self, why: str) -> None:
+        if self.epoch is None:
+            return
+        log.error("fault", why=why)
+        self.runner.reset()
+        message: Message = WorkerFault(message=why[:1000])
+        self.plans.send(encode(replace(self.epoch, number=self.last_plan), message))
+        self._tell(Phase.IDLE)
+        self.epoch = None
+
+    def _tell(self, phase: Phase, at_once: bool = False) -> None:
+        if self.epoch is not None:
+            self.control.tell(Beat(self.epoch, self.last_plan, phase), at_once)
+
+
+def load(settings: WorkerSettings) -> PlanRunner:
+    """Load the model. SettingsError, ModelError and StoreError are for people."""
+    from services.models import store
+    from worker.config import WorkerConfig
+    from worker.runner import Runner
+
+    try:
+        config = WorkerConfig(
+            model=store.resolve(settings.model),
+            device=settings.device.value,
+            dtype=settings.dtype.value,
+            block_size=settings.block_size,
+            kv_cache_memory=settings.kv_cache_memory,
+            max_rows=settings.max_num_seqs,
+            max_step_tokens=settings.max_num_batched_tokens,
+            threads=settings.threads,
+            window=settings.window,
+        )
+        return Runner.load(config)
+    except ConfigError as error:
+        raise SettingsError(str(error)) from error
+
+
+def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) -> None:
+    """Load, join and run plans until a signal comes or the scheduler sends this worker away."""
+    started = time.monotonic()
+    stop.interrupts = True
+    runner = load(settings)
+    stop.interrupts = False
+    log.info("model loaded", model=settings.model, seconds=round(time.monotonic() - started, 2))
+    gc.collect()
+    gc.freeze()
+    service.poller.register(stop.fd, zmq.POLLIN)
+    service.join(runner, settings.name)
+    while not stop.requested and not service.refused:
+        service.step()
+
+
+def run(settings: WorkerSettings) -> int:
+    """Serve until SIGTERM. Returns the exit code; SettingsError when the scheduler sends this worker away."""
+    run_dir = RunDir.prepare(settings.run_dir)
+    status_file = StatusFile(run_dir, "worker", settings.name)
+    with StopSignal() as stop:
+        service = WorkerService(run_dir, status_file)
+        service.control.start()
+        try:
+            serve(service, settings, stop)
+        finally:
+            service.close()
+            status_file.withdraw()
+    if service.refused:
+        raise SettingsError(f"the scheduler sent this worker away: {service.refused}")
+    log.info("worker stopped")
+    return 0
