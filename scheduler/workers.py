@@ -43,6 +43,8 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
         case Heartbeat():
             _confirm(state, worker)
         case WorkerFault():
+            if message.executing:
+                _suspect(worker)
             return reset(state, worker, f"worker fault: {message.message}", now)
         case StepResult():
             try:
@@ -62,8 +64,10 @@ def reset(state: SchedulerState, worker: Worker, cause: str, now: float) -> Repl
     return [Outgoing(worker.peer, worker.header(state.session), Reset())]
 
 
-def lose(state: SchedulerState, worker: Worker, cause: str, now: float) -> None:
+def lose(state: SchedulerState, worker: Worker, cause: str, now: float, *, died: bool = True) -> None:
     """The worker is dead or cut off."""
+    if died:
+        _suspect(worker)
     _orphan_all(state, worker, cause, now)
     del state.workers[worker.peer]
     state.totals.worker_losses += 1
@@ -107,7 +111,7 @@ def _hello(state: SchedulerState, peer: str, hello: WorkerHello, now: float) -> 
         known.last_seen = now
         return [Outgoing(peer, known.header(state.session), Reset())]
     if known is not None:
-        lose(state, known, "the worker said hello again", now)
+        lose(state, known, "the worker said hello again", now, died=False)
     state.fingerprint = hello.fingerprint
     state.last_link += 1
     worker = Worker.join(peer, hello, state.config, state.last_link, now)
@@ -136,15 +140,19 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
         state.no_worker_since = None
 
 
+def _suspect(worker: Worker) -> None:
+    """Count a death against the sequence that was alone in flight; of several, nobody knows which it was."""
+    suspects = {entry.row.sequence for flight in worker.flights for entry in flight.rows}
+    if len(suspects) == 1:
+        suspects.pop().lone_deaths += 1
+
+
 def _orphan_all(state: SchedulerState, worker: Worker, cause: str, now: float) -> None:
-    in_flight = {entry.row.sequence.uid for flight in worker.flights for entry in flight.rows}
     for sequence in list(worker.running):
         orphan(state, sequence, worker, cause, now)
-        if in_flight == {sequence.uid}:
-            sequence.lone_deaths += 1
-            if sequence.lone_deaths >= MAX_LONE_DEATHS:
-                message = f"a worker failed {sequence.lone_deaths} times with this sequence alone in flight"
-                end(state, sequence, FinishReason.ERROR, now, cause="poisoned", message=message)
+        if sequence.lone_deaths >= MAX_LONE_DEATHS:
+            message = f"a worker failed {sequence.lone_deaths} times with this sequence alone in flight"
+            end(state, sequence, FinishReason.ERROR, now, cause="poisoned", message=message)
 
 
 def _note_usable(state: SchedulerState, now: float) -> None:

@@ -1,0 +1,190 @@
+"""The scheduler under random arrivals, delays, losses and deaths: nothing lost, doubled, changed or leaked."""
+
+from __future__ import annotations
+
+import pytest
+
+from proto.messages import FinishReason, RefusalCode
+from scheduler.config import SchedulerConfig
+from tests.sim.sim_worker import expected_output
+from tests.sim.world import FrontendNode, SimSequence, World
+
+CONFIG = SchedulerConfig(
+    max_num_seqs=8,
+    max_num_batched_tokens=32,
+    max_chunk=16,
+    worker_timeout=1.0,
+    frontend_timeout=2.0,
+    recovery_timeout=60.0,
+)
+
+
+def make_sequences(world: World, frontend: FrontendNode, number: int, *, longest: int = 60, spread: float = 2.0) -> None:
+    rng = world.random
+    for handle in range(1, number + 1):
+        num_prompt = rng.randint(1, longest)
+        sequence = SimSequence(
+            handle=handle,
+            seed=rng.getrandbits(48),
+            prompt=[rng.randrange(1000) for _ in range(num_prompt)],
+            max_length=num_prompt + rng.randint(0, longest),
+            priority=rng.choice([0, 0, 0, -1, 1]),
+        )
+        if rng.random() < 0.15:
+            sequence.finish_at = num_prompt + rng.randint(1, 20)
+        world.at(rng.random() * spread, lambda s=sequence: frontend.submit(s))
+        if rng.random() < 0.2:
+            world.at(rng.random() * spread * 3, lambda h=handle: h in frontend.sequences and frontend.abort(h))
+
+
+def assert_right(sequence: SimSequence) -> None:
+    """The outputs are those of an undisturbed run, up to where they end."""
+    tokens, reason = expected_output(sequence.seed, len(sequence.prompt), sequence.max_length)
+    end = sequence.end
+    assert end is not None, sequence.refused
+    got = sequence.outputs[: end.length - len(sequence.prompt)]
+    assert got == tokens[: len(got)]
+    if end.reason is FinishReason.ABORTED:
+        return
+    if sequence.finish_at is not None and end.length == sequence.finish_at and len(got) < len(tokens):
+        assert end.reason is FinishReason.STOP
+        return
+    assert end.reason is reason
+    assert got == tokens
+    assert end.stop_id == (tokens[-1] if reason is FinishReason.STOP else -1)
+
+
+def all_right(world: World) -> None:
+    world.assert_no_leaks()
+    for frontend in world.frontends.values():
+        for sequence in frontend.sequences.values():
+            assert_right(sequence)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_load_gives_undisturbed_outputs(seed: int, window: int) -> None:
+    world = World(seed, CONFIG)
+    world.add_worker("w0", window=window, num_blocks=120)
+    make_sequences(world, world.add_frontend("f0"), 30)
+    world.run(lambda: world.now > 7 and world.finished())
+    all_right(world)
+
+
+@pytest.mark.parametrize("window", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_pool_too_small_for_all_preempts_and_changes_nothing(seed: int, window: int) -> None:
+    world = World(seed, CONFIG)
+    world.add_worker("w0", window=window, num_blocks=31)
+    make_sequences(world, world.add_frontend("f0"), 30)
+    world.run(lambda: world.now > 7 and world.finished())
+    all_right(world)
+    assert world.total_preemptions() > 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_deaths_losses_and_restarts_change_nothing(seed: int) -> None:
+    world = World(seed, CONFIG)
+    world.loss = 0.02
+    for name in ("w0", "w1"):
+        world.add_worker(name, window=1 + seed % 3, num_blocks=40)
+    for name in ("f0", "f1"):
+        make_sequences(world, world.add_frontend(name), 20, spread=4.0)
+    rng = world.random
+
+    def replace_worker(name: str) -> None:
+        world.kill_worker(name)
+        world.at(rng.random() * 2, lambda: world.add_worker(f"{name}+", window=2, num_blocks=40) and None)
+
+    for name in ("w0", "w1", "w0+"):
+        when = 1 + rng.random() * 4 + (5 if name.endswith("+") else 0)
+        world.at(when, lambda n=name: n in world.workers and replace_worker(n))
+    world.at(2 + rng.random() * 4, lambda: world.restart_scheduler(rng.random()))
+    world.run(lambda: world.now > 15 and world.finished())
+    all_right(world)
+
+
+def test_a_dead_frontend_gives_its_blocks_back_and_disturbs_nobody() -> None:
+    world = World(1, CONFIG)
+    world.add_worker("w0", num_blocks=60)
+    for name in ("f0", "f1"):
+        make_sequences(world, world.add_frontend(name), 20)
+    world.at(1.0, lambda: world.kill_frontend("f1"))
+    world.run(lambda: world.now > 7 and world.finished())
+    assert "f1" not in world.state.frontends
+    all_right(world)
+
+
+def test_no_usable_worker_ends_requests_as_unavailable_after_the_recovery_time() -> None:
+    world = World(1, SchedulerConfig(recovery_timeout=5.0, worker_timeout=1.0))
+    world.add_worker("w0")
+    frontend = world.add_frontend("f0")
+    sequence = SimSequence(handle=1, seed=5, prompt=[1, 2, 3], max_length=200)
+    world.at(1.0, lambda: frontend.submit(sequence))
+    world.at(1.2, lambda: world.kill_worker("w0"))
+    world.run(lambda: world.now > 2 and world.finished())
+    assert sequence.end is not None
+    assert sequence.end.reason is FinishReason.UNAVAILABLE
+    assert 5.0 < world.now < 10.0
+
+
+def test_what_can_never_fit_is_refused_on_arrival_with_both_numbers() -> None:
+    world = World(1, CONFIG)
+    world.add_worker("w0", num_blocks=10)
+    frontend = world.add_frontend("f0")
+    sequence = SimSequence(handle=1, seed=5, prompt=[1] * 30, max_length=41)
+    world.at(1.0, lambda: frontend.submit(sequence))
+    world.run(lambda: sequence.refused is not None, limit=5)
+    assert sequence.refused is not None
+    assert sequence.refused.code is RefusalCode.INVALID_ARGUMENT
+    assert "30" in sequence.refused.message
+    assert "40" in sequence.refused.message
+
+
+def test_the_queue_is_bounded_and_says_when_to_retry() -> None:
+    world = World(1, SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_queued_requests=3))
+    world.add_worker("w0", num_blocks=64)
+    frontend = world.add_frontend("f0")
+    sequences = [SimSequence(handle=h, seed=h, prompt=[1] * 8, max_length=60) for h in range(1, 9)]
+    world.at(1.0, lambda: [frontend.submit(s) for s in sequences] and None)
+    world.run(lambda: world.now > 2 and world.finished())
+    refused = [s.refused for s in sequences if s.refused]
+    assert len(refused) >= 4
+    assert all(r.code is RefusalCode.OVERLOADED and r.retry_after for r in refused)
+    for sequence in sequences:
+        if not sequence.refused:
+            assert_right(sequence)
+
+
+def test_a_deadline_ends_a_queued_and_a_running_sequence() -> None:
+    world = World(1, SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8))
+    world.add_worker("w0", num_blocks=256)
+    frontend = world.add_frontend("f0")
+    running = SimSequence(handle=1, seed=3, prompt=[1] * 8, max_length=900, deadline=0.5)
+    queued = SimSequence(handle=2, seed=4, prompt=[1] * 8, max_length=900, deadline=0.3)
+    world.at(1.0, lambda: [frontend.submit(s) for s in (running, queued)] and None)
+    world.run(lambda: world.now > 2 and world.finished())
+    assert running.end
+    assert queued.end
+    assert running.end.reason is queued.end.reason is FinishReason.DEADLINE
+    assert running.outputs
+    assert not queued.outputs
+
+
+def test_a_worker_with_another_fingerprint_is_turned_away() -> None:
+    from dataclasses import replace
+
+    from proto.messages import Header, Shutdown
+    from scheduler.advance import advance
+    from scheduler.events import FromWorker
+    from scheduler.state import SchedulerState
+    from tests.sim.sim_worker import SimWorker
+
+    state = SchedulerState(CONFIG, session=1)
+    hello = SimWorker("w").hello()
+    advance(state, [FromWorker("w0", Header(), hello)], 0.0)
+    actions = advance(state, [FromWorker("w1", Header(), replace(hello, fingerprint="other"))], 0.1)
+    assert list(state.workers) == ["w0"]
+    shutdown = actions.plans[-1].message
+    assert isinstance(shutdown, Shutdown)
+    assert "fingerprint" in shutdown.reason
