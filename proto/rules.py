@@ -68,10 +68,9 @@ def check_lengths(record: Any, first: str, *others: str) -> None:
 
 def check_counts(counts: Int32, flat: NDArray[Any], name: str) -> None:
     """The flat column `name` holds as many entries as the counts (>= 0) say."""
-    if len(counts) and largest(counts) > 1:
-        told = int(np.add.reduce(counts))
-    else:
-        told = int(np.count_nonzero(counts))  # of zeros and ones, as in most steps; a quarter of the time
+    # Zeros and ones, as in most steps, are counted in a quarter of the time of a sum.
+    few = not len(counts) or largest(counts) <= 1
+    told = int(np.count_nonzero(counts) if few else np.add.reduce(counts))
     if told != len(flat):
         raise CodecError(name, f"must have {told} entries, the sum of its counts, not {len(flat)}")
 
