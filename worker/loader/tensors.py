@@ -1,0 +1,112 @@
+"""Where a tensor's bytes lie, and how they become numbers.
+
+Formats as stored (little-endian; source: ggml-common.h of the GGUF format):
+  F32, F16, BF16   one value each
+  Q8_0   34 bytes for 32 values: f16 d, int8 q[32]           value = d * q
+  Q4_0   18 bytes for 32 values: f16 d, 16 bytes of nibbles  value = d * (q - 8)
+  Q4_1   20 bytes for 32 values: f16 d, f16 m, 16 bytes      value = d * q + m
+In a block of nibbles the low halves are values 0-15 and the high halves are values 16-31.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from worker.loader.errors import ModelError
+
+# dtype -> (values, bytes) of one stored unit.
+UNITS: dict[str, tuple[int, int]] = {
+    "F32": (1, 4),
+    "F16": (1, 2),
+    "BF16": (1, 2),
+    "Q8_0": (32, 34),
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a checkpoint, under its Hugging Face name. Matrices are [out features, in features]."""
+
+    name: str
+    file: Path
+    offset: int
+    """First byte in the file."""
+    nbytes: int
+    dtype: str
+    """A key of UNITS."""
+    shape: tuple[int, ...]
+    permute_heads: int | None = None
+    """Set when the file holds each of this many heads' rows as (0, d/2, 1, d/2 + 1, ...), as GGUF files of the
+    Llama architecture hold q and k; `rows` gives them as (0, 1, 2, ...)."""
+
+    def raw(self) -> np.ndarray:
+        """The bytes as stored: uint8 [nbytes], a map of the file. Writes go to private pages, never to the file."""
+        return np.asarray(np.memmap(self.file, np.uint8, "c", self.offset, (self.nbytes,)))
+
+    def rows(self) -> np.ndarray:
+        """The stored bytes of each row, in Hugging Face order: uint8 [shape[0], bytes per row].
+
+        A vector has one value per row. A map of the file unless `permute_heads` is set, a copy then.
+        """
+        rows = self.raw().reshape(self.shape[0], -1)
+        if self.permute_heads is None:
+            return rows
+        pairs = rows.reshape(self.permute_heads, -1, 2, rows.shape[1])
+        unpaired: np.ndarray = pairs.swapaxes(1, 2).reshape(rows.shape)
+        return unpaired
+
+
+def stored_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
+    """Bytes of a tensor of this type and shape; ModelError for a type or shape that cannot be read."""
+    if dtype not in UNITS:
+        raise ModelError(f"{where} has type {dtype}, which is not supported: use one of {', '.join(UNITS)}")
+    values, size = UNITS[dtype]
+    if values > 1 and (len(shape) != 2 or shape[-1] % values):
+        raise ModelError(f"{where} of type {dtype} needs rows of a multiple of {values} values, has {list(shape)}")
+    return math.prod(shape) // values * size
+
+
+def as_float32(entry: TensorEntry) -> np.ndarray:
+    """float32 [shape]: a map of the file where it holds just that, else as `dequantize`."""
+    if entry.dtype == "F32" and entry.permute_heads is None and entry.offset % 4 == 0:
+        return entry.raw().view(np.float32).reshape(entry.shape)
+    return dequantize(entry)
+
+
+def dequantize(entry: TensorEntry) -> np.ndarray:
+    """The tensor's values in Hugging Face row order: float32 [shape], always a fresh array."""
+    stored = np.ascontiguousarray(entry.rows())
+    if entry.dtype == "F32":
+        values = stored.view(np.float32).copy()
+    elif entry.dtype == "F16":
+        values = stored.view(np.float16).astype(np.float32)
+    elif entry.dtype == "BF16":
+        values = (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = _dequantize_blocks(entry.dtype, stored.reshape(-1, UNITS[entry.dtype][1]))
+    return values.reshape(entry.shape)
+
+
+def _dequantize_blocks(dtype: str, blocks: np.ndarray) -> np.ndarray:
+    """uint8 [blocks, bytes per block] -> float32 [blocks, 32]. One rounding per value, as in ggml."""
+    scale = _halves(blocks, 0)
+    if dtype == "Q8_0":
+        return blocks[:, 2:].view(np.int8).astype(np.float32) * scale
+    values = np.empty((len(blocks), 32), np.float32)
+    nibbles = blocks[:, -16:]
+    np.multiply(nibbles & 0x0F, scale, out=values[:, :16])
+    np.multiply(nibbles >> 4, scale, out=values[:, 16:])
+    # d * 8 is exact, so taking it off afterwards rounds as d * (q - 8) does.
+    values += _halves(blocks, 2) if dtype == "Q4_1" else -8.0 * scale
+    return values
+
+
+def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
+    """The f16 at byte `start` of each block, as float32 [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
