@@ -170,4 +170,5 @@ class Dealer:
     def close(self, linger: float = 0.0) -> None:
         """Close; frames that were not sent within `linger` seconds are gone."""
         self.socket.disable_monitor()
+        self.monitor.close()
         self.socket.close(linger=round(linger * 1000))

@@ -90,7 +90,7 @@ class ControlThread(threading.Thread):
         while not self._leaving:
             wait = min(self._next_send - time.monotonic(), BEAT_INTERVAL)
             poller.poll(milliseconds(wait))
-            if self._wake.take():
+            if self._wake.take() and self._joined:
                 self._next_send = 0.0
             self._follow_links()
             self._receive()

@@ -12,7 +12,7 @@ import structlog
 import zmq
 
 from proto.codec import CodecError, decode, encode
-from proto.messages import Header, Message, Phase, Reset, StepPlan, StepResult, WorkerFault, WorkerHello
+from proto.messages import Header, Phase, Reset, StepPlan, StepResult, WorkerFault, WorkerHello
 from services.run_dir import RunDir
 from services.settings import SettingsError, WorkerSettings
 from services.status_file import StatusFile
@@ -122,18 +122,18 @@ class WorkerService:
             return
         except Exception as error:  # whatever it is, the scheduler must know that the plan has no result
             log.exception("plan failed", plan=header.number)
-            self._fault(f"plan {header.number}: {type(error).__name__}: {error}")
+            self._fault(f"plan {header.number}: {type(error).__name__}: {error}", executing=True)
             return
         self.plans.send(answer)
         self._tell(Phase.IDLE)
 
-    def _fault(self, why: str) -> None:
+    def _fault(self, why: str, executing: bool = False) -> None:
         if self.epoch is None:
             return
         log.error("fault", why=why)
         self.runner.reset()
-        message: Message = WorkerFault(message=why[:1000])
-        self.plans.send(encode(replace(self.epoch, number=self.last_plan), message))
+        fault = WorkerFault(message=why[:1000], executing=executing)
+        self.plans.send(encode(replace(self.epoch, number=self.last_plan), fault))
         self._tell(Phase.IDLE)
         self.epoch = None
 

@@ -151,10 +151,10 @@ class EngineClient:
     def abort_stream(self, stream: Stream) -> None:
         """Give the blocks back; the stream ends by itself."""
         handles = [choice.start.sequence for choice in stream.open]
-        for handle in handles:
-            del self._streams[handle]
+        handles = [handle for handle in handles if self._streams.pop(handle, None) is not None]
         self._aborted.update(handles)
-        self._send(Abort(sequences=int64(handles)))
+        if handles:
+            self._send(Abort(sequences=int64(handles)))
 
     # --- the link -----------------------------------------------------------------------------------------------
 
@@ -244,9 +244,9 @@ class EngineClient:
 
     def _refuse(self, refused: Refused) -> None:
         error = RequestRefused(refused.code, refused.message, refused.retry_after)
-        for stream in {self._streams[handle][0] for handle in refused.sequences.tolist() if handle in self._streams}:
-            for choice in stream.open:
-                self._streams.pop(choice.start.sequence)
+        named = [self._streams.pop(handle)[0] for handle in refused.sequences.tolist() if handle in self._streams]
+        for stream in set(named):
+            self.abort_stream(stream)  # what it did not name
             stream.refuse(error)
 
     # --- time ---------------------------------------------------------------------------------------------------
@@ -265,16 +265,17 @@ class EngineClient:
 
     async def _beat_forever(self) -> None:
         while True:
+            await asyncio.sleep(BEAT_INTERVAL)
             if self._header is None:
                 self._link.send(Header(), FrontendHello(frontend=self._name))
             else:
                 self._send(FrontendBeat(counters=dict(self._counters())))
-            if self._given_up() and self._streams:
+            if self._given_up():
                 self._end_open(f"the engine was not reachable for {self._recovery_timeout:g} s")
-            await asyncio.sleep(BEAT_INTERVAL)
 
     def _end_open(self, why: str) -> None:
-        log.warning("ending open requests", why=why, open=len(self._streams))
+        if self._streams:
+            log.warning("ending open requests", why=why, open=len(self._streams))
         self._aborted.update(self._streams)
         streams = {stream for stream, _ in self._streams.values()}
         self._streams.clear()

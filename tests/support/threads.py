@@ -1,0 +1,110 @@
+"""The scheduler's and the worker's process loops on threads of the test, over real sockets; the worker is simulated."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import zmq
+
+from proto.messages import StepPlan, StepResult, WorkerHello
+from scheduler.config import SchedulerConfig
+from services.mailbox import Mailbox
+from services.run_dir import RunDir
+from services.schedulerd import SchedulerService
+from services.status_file import StatusFile
+from services.workerd import WorkerService
+from tests.sim.sim_worker import SimWorker
+
+
+class SimRunner:
+    """A PlanRunner whose tokens are those of tests.sim.sim_worker.token_at.
+
+    errors: raised by the next executions, oldest first; hold: while it is clear, executions wait.
+    """
+
+    def __init__(self, **options: int) -> None:
+        self.sim = SimWorker("sim", **options)
+        self.errors: list[Exception] = []
+        self.resets = 0
+        self.executed = 0
+        self.hold = threading.Event()
+        self.hold.set()
+
+    def hello(self, worker_id: str) -> WorkerHello:
+        self.sim.name = worker_id
+        return self.sim.hello()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        assert self.hold.wait(30)
+        if self.errors:
+            raise self.errors.pop(0)
+        self.executed += 1
+        return self.sim.execute(self.sim.next_number, plan)
+
+    def reset(self) -> None:
+        self.resets += 1
+        self.sim.reset()
+
+
+class Loop(threading.Thread):
+    """Runs `step` until `halt`; then, or when it fails, `close`."""
+
+    def __init__(self, poller: zmq.Poller, step, close) -> None:
+        super().__init__(daemon=True)
+        self._halt: Mailbox[None] = Mailbox()
+        poller.register(self._halt.fd, zmq.POLLIN)
+        self._step, self._close = step, close
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while not self._halt.take():
+                self._step()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self._close()
+
+    def halt(self) -> None:
+        """End the loop between two steps; raises what made it end before."""
+        self._halt.put(None)
+        self.join(10)
+        assert not self.is_alive()
+        self._halt.close()
+        if self.failure is not None:
+            raise self.failure
+
+
+@contextmanager
+def scheduler_thread(run_dir: RunDir, **config: float) -> Iterator[SchedulerService]:
+    """A scheduler in this run folder; its state is validated after every step."""
+    service = SchedulerService(run_dir, SchedulerConfig(**config))
+
+    def step() -> None:
+        service.step(0.5)
+        service.state.validate()
+
+    loop = Loop(service.poller, step, service.close)
+    loop.start()
+    try:
+        yield service
+    finally:
+        loop.halt()
+
+
+@contextmanager
+def worker_thread(run_dir: RunDir, runner: SimRunner, name: str = "w0") -> Iterator[WorkerService]:
+    """A worker in this run folder."""
+    status_file = StatusFile(run_dir, "worker", name)
+    service = WorkerService(run_dir, status_file)
+    service.control.start()
+    service.join(runner, name)
+    loop = Loop(service.poller, service.step, service.close)
+    loop.start()
+    try:
+        yield service
+    finally:
+        loop.halt()
+        status_file.withdraw()
