@@ -36,22 +36,14 @@ Check = Annotated[
 ]
 Url = Annotated[
     str,
-    typer.Option(
-        envvar="SIGNALBOX_URL", help="The server; default: the one that runs here.", show_default=False
-    ),
+    typer.Option(envvar="SIGNALBOX_URL", help="The server; default: the one that runs here.", show_default=False),
 ]
-Model = Annotated[
-    str, typer.Option(help="The served model; default: the server's first.", show_default=False)
-]
+Model = Annotated[str, typer.Option(help="The served model; default: the server's first.", show_default=False)]
 MaxTokens = Annotated[int | None, typer.Option(min=1, help="The most tokens of one answer.")]
 Temperature = Annotated[float | None, typer.Option(min=0, max=2, help="0: always the most likely token.")]
-TopP = Annotated[
-    float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this mass.")
-]
+TopP = Annotated[float | None, typer.Option(min=0, max=1, help="Sample from the likeliest tokens of this mass.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same answer.")]
-Stop = Annotated[
-    list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")
-]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
 
 
 @app.callback()
@@ -149,9 +141,7 @@ def generate(
 
     from services import console
 
-    sampling = console.Sampling(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop or []
-    )
+    sampling = console.Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop or [])
     asyncio.run(console.generate(url or console.running_server(), model, prompts, sampling))
 
 
@@ -170,10 +160,26 @@ def chat(
     """Talk with the model of a running server."""
     from services import console
 
-    sampling = console.Sampling(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop or []
-    )
+    sampling = console.Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop or [])
     console.chat(url or console.running_server(), model, system, sampling)
+
+
+@bench_app.command()
+def waste(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the workload.")] = 1,
+    num_requests: Annotated[int, typer.Option(min=1, help="Requests of the workload.")] = 400,
+    block_size: Annotated[int, typer.Option(min=1, help="Token slots in one KV block.")] = 16,
+    pool_tokens: Annotated[int, typer.Option(min=1, help="Token slots of the pool.")] = 131_072,
+) -> None:
+    """Simulate a workload: how many KV slots stay unused, against reserving for the longest answer."""
+    from services.bench import waste as measurement
+
+    code = measurement.main(
+        json=json, seed=seed, num_requests=num_requests, block_size=block_size, pool_tokens=pool_tokens
+    )
+    raise typer.Exit(code)
 
 
 def _is_for_people(error: Exception) -> bool:

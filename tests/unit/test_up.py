@@ -1,0 +1,85 @@
+"""`signalbox up`: what it checks before it starts, its run folder, and what it says."""
+
+import json
+import os
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+
+from services import up
+from services.settings import Address, SettingsError, UpSettings, WorkerSettings
+
+
+@pytest.mark.parametrize("flag", ["http", "grpc"])
+def test_a_port_in_use_is_named_with_its_option(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        other = {"http": "grpc", "grpc": "http"}[flag]
+        settings = UpSettings(**{flag: Address("127.0.0.1", port), other: Address("127.0.0.1", 0)})
+        with pytest.raises(SettingsError, match=rf"127\.0\.0\.1:{port} \(address already in use\).*--{flag} HOST:PORT"):
+            up.check_addresses(settings)
+
+
+def test_one_port_for_both_is_refused() -> None:
+    with pytest.raises(SettingsError, match="different ports"):
+        up.check_addresses(UpSettings(http=Address("127.0.0.1", 9), grpc=Address("127.0.0.1", 9)))
+
+
+def test_an_unknown_host_is_refused() -> None:
+    with pytest.raises(SettingsError, match=r"cannot listen on nowhere\.invalid:0"):
+        up.check_addresses(UpSettings(http=Address("nowhere.invalid", 0)))
+
+
+def test_a_private_run_folder_goes_with_up_and_leftovers_go_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    leftover = tmp_path / f"{up.PREFIX}dead"
+    leftover.mkdir()
+    (leftover / "up.lock").touch()
+    with up.run_folder(None) as run_dir:
+        assert not leftover.exists()
+        assert run_dir.parent == tmp_path
+        assert run_dir.stat().st_mode & 0o777 == 0o700
+        with up.run_folder(None) as second:
+            assert second != run_dir
+            assert run_dir.exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chosen_run_folder_stays(tmp_path: Path) -> None:
+    with up.run_folder(tmp_path / "mine") as run_dir:
+        assert run_dir == tmp_path / "mine"
+    assert run_dir.is_dir()
+
+
+def test_children_get_their_part_of_the_settings(tmp_path: Path) -> None:
+    settings = UpSettings(run_dir=tmp_path, workers=2, model="/m", max_num_seqs=7)
+    children = up.children_of(settings)
+    assert [str(child) for child in children] == ["scheduler 0", "worker 0", "worker 1", "frontend 0"]
+    told = dict(zip(children[1].arguments[::2], children[1].arguments[1::2], strict=True))
+    assert told["--max-num-seqs"] == "7"
+    assert told["--model"] == "/m"
+    assert int(told["--threads"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert up.narrowed(WorkerSettings, settings, name="0").run_dir == tmp_path
+
+
+def test_the_printed_lines_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = up.introduction(UpSettings(), {"http": "127.0.0.1:8123", "grpc": "127.0.0.1:8001"})
+    lines = text.splitlines()
+    at = next(number for number, line in enumerate(lines) if line.strip().startswith("curl"))
+    curl = shlex.split("\n".join(lines[at : at + 2]))
+    assert curl[2] == "http://127.0.0.1:8123/v1/chat/completions"
+    assert json.loads(curl[curl.index("-d") + 1])["model"] == "smollm2-135m-instruct"
+    client = shlex.split(lines[at + 2])
+    assert Path(client[0]).is_file()
+    assert client[1:4] == ["generate", "--url", "http://127.0.0.1:8123"]
+    assert "--kv-cache-memory 512MiB" in text
+    assert "no keys" not in text
+
+
+def test_an_open_port_is_warned_about() -> None:
+    assert "no keys" in up.introduction(UpSettings(), {"http": "0.0.0.0:8000"})
