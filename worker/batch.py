@@ -1,0 +1,113 @@
+"""The persistent batch: what a worker knows about its rows from one plan to the next, as NumPy columns.
+
+Regions of a row's tokens: [0, computed) have KV, [computed, num_tokens) are known and wait to be computed.
+Regions of a row's block table: [0, table_length) are held, the rest names the null block.
+A row that stopped keeps its place until its Leave, but holds no blocks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from proto.messages import Int32, Join, SamplingParams
+from worker.sampling import SamplingColumns
+
+FREE = -1
+
+
+class Batch:
+    """Columns over max_rows rows. It changes only through the methods below, and trusts `plan_check`."""
+
+    def __init__(self, *, max_rows: int, max_length: int, block_size: int, num_blocks: int) -> None:
+        self.max_rows = max_rows
+        self.max_length = max_length
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.null_block = num_blocks
+        self.max_table = -(-max_length // block_size)
+        self.sequence = np.full(max_rows, FREE, np.int64)
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.num_tokens = np.zeros(max_rows, np.int32)
+        self.computed = np.zeros(max_rows, np.int32)
+        self.limit = np.zeros(max_rows, np.int32)
+        self.logprobs_from = np.zeros(max_rows, np.int32)
+        self.seed = np.zeros(max_rows, np.uint64)
+        self.stopped = np.zeros(max_rows, bool)
+        self.table_length = np.zeros(max_rows, np.int32)
+        self.table = np.full((max_rows, self.max_table), self.null_block, np.int32)
+        # Pages of zeros cost nothing until a row uses them.
+        self.tokens = np.zeros((max_rows, max_length), np.int32)
+        self.params: list[SamplingParams] = [SamplingParams()] * max_rows
+        self.sampling = SamplingColumns(max_rows)
+
+    def join(self, join: Join) -> None:
+        """Puts a sequence into a free row."""
+        row, known, blocks = join.row, len(join.tokens), join.blocks[0]
+        self.sequence[row] = join.sequence
+        self.num_prompt[row] = join.num_prompt
+        self.num_tokens[row] = known
+        self.computed[row] = join.computed
+        self.limit[row] = join.max_length
+        self.logprobs_from[row] = join.logprobs_from
+        self.seed[row] = join.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self.stopped[row] = False
+        self.tokens[row, :known] = join.tokens
+        self.table[row, : len(blocks)] = blocks
+        self.table_length[row] = len(blocks)
+        self.params[row] = join.params
+        self.sampling.set(row, join.params)
+
+    def leave(self, row: int) -> Int32:
+        """Empties a row; the blocks that it still held."""
+        self.sequence[row] = FREE
+        self.stopped[row] = False
+        return self._take_blocks(row)
+
+    def stop(self, row: int) -> Int32:
+        """The row is not computed any more; the blocks that it held."""
+        self.stopped[row] = True
+        return self._take_blocks(row)
+
+    def add_blocks(self, rows: Int32, counts: Int32, ids: Int32) -> None:
+        """Appends counts[i] of the flat ids to the table of rows[i]; rows without repeats."""
+        if len(ids):
+            owner = np.repeat(rows, counts)
+            first = np.repeat(np.cumsum(counts) - counts, counts)
+            self.table[owner, self.table_length[owner] + np.arange(len(ids)) - first] = ids
+            self.table_length[rows] += counts
+
+    def append(self, rows: Int32, tokens: Int32) -> None:
+        """One sampled token for each of the rows."""
+        self.tokens[rows, self.num_tokens[rows]] = tokens
+        self.num_tokens[rows] += 1
+
+    def reset(self) -> None:
+        """Empties every row."""
+        self.sequence[:] = FREE
+        self.stopped[:] = False
+        self.table_length[:] = 0
+        self.table[:] = self.null_block
+
+    def validate(self) -> None:
+        """Proves the invariants of every row; AssertionError names the row."""
+        columns = np.arange(self.max_table)
+        held = columns < self.table_length[:, None]
+        assert (self.table[~held] == self.null_block).all(), "a table names a block beyond its length"
+        assert ((self.table[held] >= 0) & (self.table[held] < self.num_blocks)).all(), "a block outside the pool"
+        for row in range(self.max_rows):
+            blocks = self.table[row, : self.table_length[row]]
+            if self.sequence[row] == FREE or self.stopped[row]:
+                assert not len(blocks), f"row {row} holds blocks but is free or has stopped"
+                continue
+            prompt, known, computed = self.num_prompt[row], self.num_tokens[row], self.computed[row]
+            assert 0 < prompt <= known <= self.limit[row] <= self.max_length, f"row {row}: lengths"
+            assert 0 <= computed < known, f"row {row}: computed {computed} of {known}"
+            assert len(blocks) * self.block_size >= computed, f"row {row}: computed beyond its blocks"
+            assert len(np.unique(blocks)) == len(blocks), f"row {row} holds a block twice"
+
+    def _take_blocks(self, row: int) -> Int32:
+        length = self.table_length[row]
+        blocks = self.table[row, :length].copy()
+        self.table[row, :length] = self.null_block
+        self.table_length[row] = 0
+        return blocks

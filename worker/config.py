@@ -1,0 +1,76 @@
+"""What a worker can be told. Every field is checked here, once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from worker.errors import ConfigError
+
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """Settings of one worker; ConfigError names the option that cannot be used."""
+
+    model: Path
+    """A Hugging Face folder or a GGUF file."""
+    device: str = "auto"
+    """auto, cpu or cuda; auto is the CPU in this version."""
+    dtype: str = "auto"
+    """Number format of weights, activations and KV: auto, float32 or bfloat16; auto is float32 on a CPU."""
+    block_size: int = 16
+    """Token slots in one KV block."""
+    kv_cache_memory: int = 512 * 2**20
+    """Bytes for the KV blocks of all layers."""
+    max_rows: int = 64
+    """Most sequences in the batch."""
+    max_step_tokens: int = 512
+    """Most tokens that one plan computes."""
+    threads: int = 0
+    """Threads that compute; 0: one for each usable core."""
+    window: int = 0
+    """Plans that may be in flight to this worker; 0: 1 on a CPU."""
+
+    def __post_init__(self) -> None:
+        if self.device not in DEVICES:
+            raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, is {self.device!r}")
+        if self.device == "cuda":
+            raise ConfigError("--device cuda is not available in this version: use --device cpu")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ConfigError(f"--block-size must be a power of two, is {self.block_size}")
+        for name, option in (("max_rows", "max-num-seqs"), ("max_step_tokens", "max-num-batched-tokens")):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{option} must be at least 1, is {getattr(self, name)}")
+        for name in ("threads", "window"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"--{name} must be at least 0, is {getattr(self, name)}")
+
+    @property
+    def resolved_dtype(self) -> str:
+        """float32 or bfloat16."""
+        return "float32" if self.dtype == "auto" else self.dtype
+
+    @property
+    def resolved_threads(self) -> int:
+        """Threads that compute, at least 1."""
+        return self.threads or len(os.sched_getaffinity(0))
+
+    @property
+    def resolved_window(self) -> int:
+        """Plans that may be in flight, at least 1."""
+        return self.window or 1
+
+    def num_blocks(self, kv_bytes_per_token: int) -> int:
+        """Blocks that fit kv_cache_memory; ConfigError when not even one does."""
+        block_bytes = self.block_size * kv_bytes_per_token
+        if self.kv_cache_memory < block_bytes:
+            raise ConfigError(
+                f"--kv-cache-memory {self.kv_cache_memory} holds no KV block of this model: one takes {block_bytes}"
+            )
+        return self.kv_cache_memory // block_bytes

@@ -1,0 +1,112 @@
+"""A CPU through torch: weights in one number format, KV blocks in memory, one forward pass for each step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from proto.messages import Int32
+from worker.config import WorkerConfig
+from worker.cpu.attention import Layout, attend, plan_attention
+from worker.cpu.cache import KVCache
+from worker.executor import Scores, StepOutputs
+from worker.inputs import ScoreInputs, StepInputs
+from worker.loader.config import ModelConfig
+from worker.loader.model import ModelFiles
+from worker.models.llama import decode, logits, rope_table
+from worker.models.weights import DecoderWeights, load_weights
+from worker.ranking import CHUNK, score
+from worker.sampler import sample
+
+
+class CpuExecutor:
+    """Fills worker.executor.Executor."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, cache: KVCache, layout: Layout) -> None:
+        self.config = config
+        self.weights = weights
+        self.cache = cache
+        self.layout = layout
+        self.rope = rope_table(config, min(config.max_position_embeddings, cache.null_slot))
+
+    @classmethod
+    def load(cls, config: WorkerConfig, files: ModelFiles, num_blocks: int) -> CpuExecutor:
+        """Reads the weights and sets torch's number of threads, which is one for the process."""
+        torch.set_num_threads(config.resolved_threads)
+        model, dtype = files.config, getattr(torch, config.resolved_dtype)
+        layout = Layout(
+            block_size=config.block_size,
+            null_slot=num_blocks * config.block_size,
+            per_key=model.num_heads // model.num_kv_heads,
+            window=model.sliding_window,
+            dtype=dtype,
+        )
+        cache = KVCache(model, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype)
+        return cls(model, load_weights(model, files.tensors, dtype), cache, layout)
+
+    @property
+    def device(self) -> str:
+        """For people: which device, with what."""
+        return f"cpu (torch {torch.__version__}, {torch.get_num_threads()} threads)"
+
+    def copy_blocks(self, sources: Int32, targets: Int32) -> None:
+        """Copies whole KV blocks in every layer."""
+        self.cache.copy(sources, targets)
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """One forward pass, then sampling."""
+        with torch.inference_mode():
+            hidden = self._forward(inputs)
+            logits_SV = logits(self.weights, hidden[torch.from_numpy(inputs.sample.tokens)])
+            tokens = sample(logits_SV, inputs.sample)
+            return StepOutputs(
+                finite=_finite(inputs, hidden, logits_SV),
+                tokens=tokens,
+                sampled=_score_sampled(logits_SV, tokens, inputs.sample.logprobs),
+                prompt=self._score_prompt(hidden, inputs.score),
+            )
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Writes the step's KV; hidden states of all its tokens, [T, H]."""
+        groups = plan_attention(inputs, self.layout)
+        slots = torch.from_numpy(inputs.slots).long()
+
+        def write_and_attend(layer: int, q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            keys, values = self.cache.layer(layer)
+            keys.index_copy_(0, slots, k_TKD)
+            values.index_copy_(0, slots, v_TKD)
+            return attend(groups, keys, values, q_TND)
+
+        ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
+        return decode(self.config, self.weights, self.rope, ids, positions, write_and_attend)
+
+    def _score_prompt(self, hidden: Tensor, inputs: ScoreInputs) -> Scores | None:
+        """A few positions at a time, so that their logits never take much memory."""
+        if not len(inputs.tokens):
+            return None
+        step = max(CHUNK // self.config.vocab_size, 1)
+        parts = []
+        for at in range(0, len(inputs.tokens), step):
+            part = slice(at, at + step)
+            logits_NV = logits(self.weights, hidden[torch.from_numpy(inputs.tokens[part])])
+            targets = torch.from_numpy(inputs.targets[part]).long()
+            parts.append(score(logits_NV, targets, int(inputs.tops.max())))
+        names = [field.name for field in dataclasses.fields(Scores)]
+        return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
+
+
+def _score_sampled(logits_SV: Tensor, tokens: Int32, wanted: Int32) -> Scores | None:
+    if not (wanted >= 0).any():
+        return None
+    targets = torch.from_numpy(tokens).long().clamp(min=0)
+    return score(logits_SV, targets, int(wanted.max()))
+
+
+def _finite(inputs: StepInputs, hidden: Tensor, logits_SV: Tensor) -> np.ndarray:
+    """[A]. A NaN or infinity at a token stays in its hidden state, so these stand for the KV that was written."""
+    tokens = torch.isfinite(hidden).all(dim=-1).numpy()
+    tokens[inputs.sample.tokens] &= torch.isfinite(logits_SV).all(dim=-1).numpy()
+    return np.logical_and.reduceat(tokens, inputs.offsets[:-1])

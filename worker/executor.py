@@ -1,0 +1,52 @@
+"""The seam between the device-independent worker and a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proto.messages import Float32, Int32
+from worker.inputs import StepInputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Log-probabilities of N tokens: values[N], ranks[N] (1: the most likely), and the K most likely tokens in
+    top_ids[N, K] and top_values[N, K], ordered by value and then by id."""
+
+    values: Float32
+    ranks: Int32
+    top_ids: Int32
+    top_values: Float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOutputs:
+    """What a step brought: finite[A] (the row's hidden states and logits hold neither NaN nor infinity), tokens[S]
+    (NO_TOKEN where no id is allowed), and scores of the S sampled tokens and the P prompt tokens that want them (None
+    when no row does)."""
+
+    finite: NDArray[np.bool_]
+    tokens: Int32
+    sampled: Scores | None
+    prompt: Scores | None
+
+
+class Executor(Protocol):
+    """A device with weights, KV blocks and one block of zeros, the null block, that padding reads."""
+
+    @property
+    def device(self) -> str:
+        """For people: which device, with what."""
+        ...
+
+    def copy_blocks(self, sources: Int32, targets: Int32) -> None:
+        """Copies whole KV blocks in every layer. Targets are distinct, and none is a source."""
+        ...
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """Writes the step's KV, and samples. A row's outputs depend on its own tokens alone."""
+        ...

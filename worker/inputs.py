@@ -1,0 +1,89 @@
+"""One step's forward pass as flat columns, the same for every device.
+
+Legend: A rows that are computed, T their tokens in row order, S rows that sample, P scored prompt positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from proto.messages import Int32, int32
+from worker.batch import Batch
+from worker.sampling import SampleInputs, sample_inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreInputs:
+    """Prompt tokens whose log-probability is wanted; all columns have P entries, ordered by row and position.
+
+    rows: index into the computed rows. tokens: flat index of the token before, whose logits count.
+    positions, targets: where the scored token stands, and its id. tops: alternatives wanted.
+    """
+
+    rows: Int32
+    tokens: Int32
+    positions: Int32
+    targets: Int32
+    tops: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs:
+    """A forward pass over T packed tokens, then sampling.
+
+    rows[A]: batch rows. offsets[A + 1]: where each row's tokens begin. token_ids[T], positions[T], slots[T]: id,
+    position, and KV slot (block · block_size + offset) that is written. lengths[A]: positions [0, length) have KV once
+    this step has written. tables[A, max_table]: block tables, filled up with the null block.
+    """
+
+    rows: Int32
+    offsets: Int32
+    token_ids: Int32
+    positions: Int32
+    slots: Int32
+    lengths: Int32
+    tables: Int32
+    sample: SampleInputs
+    score: ScoreInputs
+
+
+def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32) -> StepInputs:
+    """Inputs to compute positions [start, start + count) of each batch row; none of them has stopped."""
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    owner = np.repeat(rows, counts)
+    positions = np.arange(offsets[-1], dtype=np.int32) + np.repeat(starts - offsets[:-1], counts)
+    blocks = batch.table[owner, positions // batch.block_size]
+    lengths = starts + counts
+    samples = (lengths == batch.num_tokens[rows]) & (lengths < batch.limit[rows])
+    return StepInputs(
+        rows=rows,
+        offsets=offsets,
+        token_ids=batch.tokens[owner, positions],
+        positions=positions,
+        slots=blocks * batch.block_size + positions % batch.block_size,
+        lengths=lengths,
+        tables=batch.table[rows],
+        sample=sample_inputs(batch, rows[samples], offsets[1:][samples] - 1),
+        score=_score_inputs(batch, rows, starts, offsets),
+    )
+
+
+def _score_inputs(batch: Batch, rows: Int32, starts: Int32, offsets: Int32) -> ScoreInputs:
+    """Targets are the prompt tokens after the computed ones, from the first that is to be reported."""
+    tops = batch.sampling.prompt_logprobs[rows]
+    first = np.maximum(np.maximum(batch.logprobs_from[rows], 1), starts + 1)
+    end = np.minimum(batch.num_prompt[rows], starts + np.diff(offsets) + 1)
+    numbers = np.where(tops >= 0, np.maximum(end - first, 0), 0)
+    owner = np.repeat(np.arange(len(rows), dtype=np.int32), numbers)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+    positions = int32(first[owner] + within)
+    return ScoreInputs(
+        rows=owner,
+        tokens=int32(offsets[owner] + positions - 1 - starts[owner]),
+        positions=positions,
+        targets=batch.tokens[rows[owner], positions],
+        tops=tops[owner],
+    )

@@ -1,0 +1,177 @@
+"""Proves that a plan fits the batch before anything is changed; PlanError says what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proto.messages import Copy, Int32, Join, NewBlocks, StepPlan, Task
+from worker.batch import FREE, Batch
+from worker.errors import PlanError, UnimplementedError
+
+
+def check_plan(plan: StepPlan, batch: Batch, *, max_step_tokens: int, vocab_size: int, weights_version: int) -> None:
+    """Raises PlanError (UnimplementedError for what is reserved) and changes nothing."""
+    _check_leaves(plan.leaves, batch)
+    _check_entries(plan, batch)
+    joining: set[int] = set()
+    for join in plan.joins:
+        _check_place(join, batch, plan.leaves, joining)
+        _check_reserved(join, weights_version)
+        _check_sequence(join, batch, vocab_size)
+        joining.add(join.row)
+    _check_rows(plan, batch, joining)
+    _check_work(plan, batch, max_step_tokens)
+
+
+def _check_leaves(leaves: Int32, batch: Batch) -> None:
+    _check_range(leaves, batch.max_rows, "leaves: row")
+    for row in leaves[batch.sequence[leaves] == FREE][:1]:
+        raise PlanError(f"leaves: row {row} is empty")
+    _check_distinct(leaves, "leaves: row")
+
+
+def _check_entries(plan: StepPlan, batch: Batch) -> None:
+    copies = []
+    for entry in plan.entries:
+        if not isinstance(entry, Copy):
+            raise UnimplementedError(f"entry {type(entry).__name__} is not available in this version")
+        if entry.group != 0:
+            raise PlanError(f"copy: group {entry.group} does not exist: this worker has group 0 only")
+        copies.append((entry.source, entry.target))
+    ids = np.asarray(copies, np.int64).reshape(-1, 2)
+    _check_range(ids.ravel(), batch.num_blocks, "copy: block")
+    _check_distinct(ids[:, 1], "copy: target block")
+    for block in np.intersect1d(ids[:, 0], ids[:, 1])[:1]:
+        raise PlanError(f"copy: block {block} is source and target")
+
+
+def _check_place(join: Join, batch: Batch, leaves: Int32, joining: set[int]) -> None:
+    row = join.row
+    if not 0 <= row < batch.max_rows:
+        raise PlanError(f"join: row {row} is outside 0 to {batch.max_rows - 1}")
+    if row in joining:
+        raise PlanError(f"join: row {row} is given twice")
+    if batch.sequence[row] != FREE and row not in leaves:
+        raise PlanError(f"join: row {row} is taken by sequence {batch.sequence[row]}")
+
+
+def _check_reserved(join: Join, weights_version: int) -> None:
+    if join.task is not Task.GENERATE:
+        raise UnimplementedError(f"join: row {join.row}: task {join.task.name} is not available in this version")
+    if join.adapter:
+        raise UnimplementedError(f"join: row {join.row}: adapters are not available in this version")
+    if join.params.grammar:
+        raise UnimplementedError(f"join: row {join.row}: grammars are not available in this version")
+    if join.weights_version not in (0, weights_version):
+        raise PlanError(
+            f"join: row {join.row}: weights version {join.weights_version}, but {weights_version} is loaded"
+        )
+
+
+def _check_sequence(join: Join, batch: Batch, vocab_size: int) -> None:
+    where, known = f"join: row {join.row}:", len(join.tokens)
+    if not 0 < join.num_prompt <= known:
+        raise PlanError(f"{where} num_prompt {join.num_prompt} is not within its {known} tokens")
+    if not 0 <= join.computed < known:
+        raise PlanError(f"{where} computed {join.computed} is not below its {known} tokens")
+    if not known <= join.max_length <= batch.max_length:
+        raise PlanError(f"{where} max_length {join.max_length} is not from {known} to {batch.max_length}")
+    if join.sequence < 0:
+        raise PlanError(f"{where} sequence {join.sequence} is negative")
+    params = join.params
+    for ids, name in (
+        (join.tokens, "token"),
+        (params.eos_ids, "eos id"),
+        (params.stop_ids, "stop id"),
+        (params.bias_ids, "bias id"),
+        (params.allowed_ids, "allowed id"),
+    ):
+        _check_range(np.asarray(ids, np.int64), vocab_size, f"{where} {name}")
+    if len(params.bias_ids) != len(params.bias_values):
+        raise PlanError(f"{where} {len(params.bias_ids)} bias ids with {len(params.bias_values)} values")
+    if len(join.blocks) != 1:
+        raise PlanError(f"{where} blocks for {len(join.blocks)} KV groups: this worker has one")
+    blocks = join.blocks[0]
+    _check_range(blocks, batch.num_blocks, f"{where} block")
+    _check_distinct(blocks, f"{where} block")
+    if len(blocks) > batch.max_table or len(blocks) * batch.block_size < join.computed:
+        raise PlanError(f"{where} {len(blocks)} blocks for {join.computed} computed positions")
+
+
+def _check_rows(plan: StepPlan, batch: Batch, joining: set[int]) -> None:
+    """The plan's rows are taken once leaves and joins are applied, and its columns belong together."""
+    if not len(plan.rows) == len(plan.starts) == len(plan.counts):
+        raise PlanError("rows, starts and counts differ in length")
+    _check_range(plan.rows, batch.max_rows, "rows: row")
+    _check_distinct(plan.rows, "rows: row")
+    taken = batch.sequence != FREE
+    taken[plan.leaves] = False
+    taken[list(joining)] = True
+    for row in plan.rows[~taken[plan.rows]][:1]:
+        raise PlanError(f"rows: row {row} is empty")
+    if len(plan.blocks) != 1:
+        raise PlanError(f"new blocks for {len(plan.blocks)} KV groups: this worker has one")
+    new = plan.blocks[0]
+    if len(new.counts) != len(plan.rows) or (new.counts < 0).any() or new.counts.sum() != len(new.ids):
+        raise PlanError("new blocks: counts do not match the rows and ids")
+    _check_range(new.ids, batch.num_blocks, "new blocks: block")
+
+
+def _check_work(plan: StepPlan, batch: Batch, max_step_tokens: int) -> None:
+    """Positions follow on what is computed, and the tables cover them. Stopped rows are not computed."""
+    rows, new = plan.rows, plan.blocks[0]
+    computed, known = batch.computed[rows], batch.num_tokens[rows]
+    stopped, held = batch.stopped[rows], batch.table_length[rows]
+    for join in plan.joins:
+        at = rows == join.row
+        computed[at], known[at] = join.computed, len(join.tokens)
+        stopped[at], held[at] = False, len(join.blocks[0])
+    end = plan.starts.astype(np.int64) + plan.counts
+    tables = held + new.counts
+    _refuse(plan, ~stopped & (plan.starts != computed), lambda i: f"starts at {plan.starts[i]}, computed {computed[i]}")
+    _refuse(plan, ~stopped & (plan.counts < 1), lambda i: f"count {plan.counts[i]} is below 1")
+    _refuse(plan, ~stopped & (end > known), lambda i: f"computes to {end[i]}, but {known[i]} tokens are known")
+    _refuse(
+        plan,
+        (tables > batch.max_table) | (~stopped & (tables * batch.block_size < end)),
+        lambda i: f"{tables[i]} blocks of {batch.block_size} for {end[i]} positions",
+    )
+    total = int(plan.counts[~stopped].sum())
+    if total > max_step_tokens:
+        raise PlanError(f"the plan computes {total} tokens, more than {max_step_tokens}")
+    _check_new_blocks(plan, batch, new)
+
+
+def _check_new_blocks(plan: StepPlan, batch: Batch, new: NewBlocks) -> None:
+    """A new block is written by its row alone, so no row may hold it, nor may it be given twice."""
+    if not len(new.ids):
+        return
+    _check_distinct(new.ids, "new blocks: block")
+    staying = batch.table_length > 0
+    staying[plan.leaves] = False
+    held = np.zeros(batch.num_blocks + 1, bool)
+    held[batch.table[staying]] = True
+    for join in plan.joins:
+        held[join.blocks[0]] = True
+    for block in new.ids[held[new.ids]][:1]:
+        raise PlanError(f"new blocks: block {block} is in a row's table")
+
+
+def _refuse(plan: StepPlan, wrong: NDArray[np.bool_], text: Callable[[int], str]) -> None:
+    for index in np.flatnonzero(wrong)[:1]:
+        raise PlanError(f"rows: row {plan.rows[index]} {text(int(index))}")
+
+
+def _check_range(values: NDArray[np.integer], end: int, what: str) -> None:
+    for value in values[(values < 0) | (values >= end)][:1]:
+        raise PlanError(f"{what} {value} is outside 0 to {end - 1}")
+
+
+def _check_distinct(values: NDArray[np.integer], what: str) -> None:
+    if len(values) > 1:
+        ordered = np.sort(values)
+        for value in ordered[1:][ordered[1:] == ordered[:-1]][:1]:
+            raise PlanError(f"{what} {value} is given twice")

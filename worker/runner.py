@@ -1,0 +1,108 @@
+"""A worker without its sockets: plans in, results out. What every device shares."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from proto.messages import Copy, KVGroup, StepPlan, StepResult, WorkerHello, int32
+from worker.batch import Batch
+from worker.config import WorkerConfig
+from worker.executor import Executor
+from worker.inputs import build_inputs
+from worker.loader.model import ModelFiles, open_model
+from worker.plan_check import check_plan
+from worker.results import FreedLog, apply_outputs, empty_result
+
+# The version of the weights that a worker starts with; 0 in a Join means "whatever is loaded".
+FIRST_WEIGHTS_VERSION = 1
+
+
+class Runner:
+    """Executes plans strictly in order. Not safe for several threads."""
+
+    def __init__(self, config: WorkerConfig, files: ModelFiles, executor: Executor, num_blocks: int) -> None:
+        self.config = config
+        self.files = files
+        self.executor = executor
+        self.weights_version = FIRST_WEIGHTS_VERSION
+        self.batch = Batch(
+            max_rows=config.max_rows,
+            max_length=min(files.config.max_position_embeddings, num_blocks * config.block_size),
+            block_size=config.block_size,
+            num_blocks=num_blocks,
+        )
+
+    @classmethod
+    def load(cls, config: WorkerConfig) -> Runner:
+        """Opens the model and its device; ModelError or ConfigError says in one line what is wrong."""
+        files = open_model(config.model)
+        values = {"float32": 4, "bfloat16": 2}[config.resolved_dtype]
+        num_blocks = config.num_blocks(files.config.kv_bytes_per_token(values))
+        from worker.cpu.executor import CpuExecutor  # imports torch, which a bad path or setting need not wait for
+
+        return cls(config, files, CpuExecutor.load(config, files, num_blocks), num_blocks)
+
+    def hello(self, worker_id: str) -> WorkerHello:
+        """How this worker presents itself to a scheduler."""
+        model, config = self.files.config, self.config
+        return WorkerHello(
+            worker=worker_id,
+            fingerprint=self._fingerprint(),
+            model=config.model.stem if config.model.is_file() else config.model.resolve().name,
+            groups=(KVGroup(kind="full", block_size=config.block_size, num_blocks=self.batch.num_blocks),),
+            max_rows=config.max_rows,
+            max_step_tokens=config.max_step_tokens,
+            max_length=self.batch.max_length,
+            vocab_size=model.vocab_size,
+            window=config.resolved_window,
+            device=self.executor.device,
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Applies and computes one plan; `seconds` of the result is left to the caller, who has a clock.
+
+        PlanError: the plan does not fit, and nothing was changed. After any other error the batch must be reset.
+        """
+        check_plan(
+            plan,
+            self.batch,
+            max_step_tokens=self.config.max_step_tokens,
+            vocab_size=self.files.config.vocab_size,
+            weights_version=self.weights_version,
+        )
+        freed = FreedLog()
+        self._apply(plan, freed)
+        active = np.flatnonzero(~self.batch.stopped[plan.rows])
+        if not len(active):
+            return empty_result(plan, freed, self.weights_version)
+        inputs = build_inputs(self.batch, plan.rows[active], plan.starts[active], plan.counts[active])
+        outputs = self.executor.run(inputs)
+        return apply_outputs(plan, self.batch, int32(active), inputs, outputs, freed, self.weights_version)
+
+    def reset(self) -> None:
+        """Empties the batch, for a new epoch."""
+        self.batch.reset()
+
+    def _apply(self, plan: StepPlan, freed: FreedLog) -> None:
+        """Everything that comes before the forward pass, in the order of the protocol."""
+        batch, new = self.batch, plan.blocks[0]
+        for row in plan.leaves:
+            had_stopped = batch.stopped[row]
+            blocks = batch.leave(row)
+            if not had_stopped:
+                freed.add(int(row), blocks)
+        for join in plan.joins:
+            batch.join(join)
+        copies = [entry for entry in plan.entries if isinstance(entry, Copy)]
+        if copies:
+            self.executor.copy_blocks(int32([copy.source for copy in copies]), int32([copy.target for copy in copies]))
+        batch.add_blocks(plan.rows, new.counts, new.ids)
+        for index in np.flatnonzero(batch.stopped[plan.rows] & (new.counts > 0)):
+            freed.add(int(plan.rows[index]), batch.stop(int(plan.rows[index])))
+
+    def _fingerprint(self) -> str:
+        """Workers with equal fingerprints compute the same from the same blocks."""
+        facts = (self.files.fingerprint, self.config.resolved_dtype, self.config.block_size)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

@@ -1,0 +1,145 @@
+"""Sampling parameters of the batch as columns, and what one step's sampler needs to know of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proto.messages import Float32, Int32, SamplingParams, int32
+
+if TYPE_CHECKING:
+    from worker.batch import Batch
+
+# Below this temperature the most likely token is taken.
+GREEDY_BELOW = 1e-5
+NO_TOKEN = -1
+
+
+class SamplingColumns:
+    """The parameters that every step reads, one entry for each batch row."""
+
+    def __init__(self, max_rows: int) -> None:
+        self.temperature = np.zeros(max_rows, np.float32)
+        self.top_k = np.zeros(max_rows, np.int32)
+        self.top_p = np.ones(max_rows, np.float64)
+        self.min_p = np.zeros(max_rows, np.float64)
+        self.logprobs = np.full(max_rows, -1, np.int32)
+        self.prompt_logprobs = np.full(max_rows, -1, np.int32)
+        self.adjusts = np.zeros(max_rows, bool)
+        # ends[row]: eos and stop ids, filled up with NO_TOKEN; as wide as the longest list so far.
+        self.ends = np.full((max_rows, 4), NO_TOKEN, np.int32)
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        """Takes over the parameters of the sequence that joins in `row`."""
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.logprobs[row] = params.logprobs
+        self.prompt_logprobs[row] = params.prompt_logprobs
+        self.adjusts[row] = adjusts_logits(params)
+        ends = (*params.eos_ids, *params.stop_ids)
+        if len(ends) > self.ends.shape[1]:
+            missing = len(ends) - self.ends.shape[1]
+            self.ends = np.pad(self.ends, ((0, 0), (0, missing)), constant_values=NO_TOKEN)
+        self.ends[row] = NO_TOKEN
+        self.ends[row, : len(ends)] = ends
+
+
+def adjusts_logits(params: SamplingParams) -> bool:
+    """True when logits change before the temperature: by bias, allowed ids, min_tokens or penalties."""
+    return bool(
+        params.bias_ids
+        or params.allowed_ids
+        or params.min_tokens
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adjustment:
+    """What happens to one sampled row's logits before the temperature, in the order of the fields."""
+
+    index: int
+    """Which of the step's sampled rows."""
+    bias_ids: Int32
+    bias_values: Float32
+    allowed_ids: Int32
+    """Empty: all ids are allowed."""
+    banned_ids: Int32
+    """End-of-text and stop ids while min_tokens is not reached."""
+    repetition: float
+    known_ids: Int32
+    """Distinct ids of prompt and output; the repetition penalty is on them."""
+    presence: float
+    frequency: float
+    output_ids: Int32
+    """Distinct ids of the output; presence and frequency penalties are on them."""
+    output_counts: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleInputs:
+    """The rows of one step that sample a token; all columns have S entries.
+
+    rows: batch rows. tokens: flat index of the token whose logits are sampled from. positions: where the sampled
+    token will stand. logprobs: alternatives wanted, -1 for no logprob.
+    """
+
+    rows: Int32
+    tokens: Int32
+    positions: Int32
+    seeds: NDArray[np.uint64]
+    temperature: Float32
+    top_k: Int32
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    logprobs: Int32
+    adjustments: tuple[Adjustment, ...]
+
+
+def sample_inputs(batch: Batch, rows: Int32, tokens: Int32) -> SampleInputs:
+    """For batch `rows` that sample in this step, from the logits at the flat `tokens`."""
+    columns = batch.sampling
+    adjusting = np.flatnonzero(columns.adjusts[rows])
+    return SampleInputs(
+        rows=rows,
+        tokens=tokens,
+        positions=batch.num_tokens[rows],
+        seeds=batch.seed[rows],
+        temperature=columns.temperature[rows],
+        top_k=columns.top_k[rows],
+        top_p=columns.top_p[rows],
+        min_p=columns.min_p[rows],
+        logprobs=columns.logprobs[rows],
+        adjustments=tuple(_adjustment(batch, int(index), int(rows[index])) for index in adjusting),
+    )
+
+
+def _adjustment(batch: Batch, index: int, row: int) -> Adjustment:
+    params = batch.params[row]
+    prompt, known = int(batch.num_prompt[row]), int(batch.num_tokens[row])
+    tokens, none = batch.tokens[row, :known], int32()
+    output_ids, output_counts = none, none
+    if params.presence_penalty or params.frequency_penalty:
+        output_ids, counts = np.unique(tokens[prompt:], return_counts=True)
+        output_counts = int32(counts)
+    ends = (*params.eos_ids, *params.stop_ids)
+    return Adjustment(
+        index=index,
+        bias_ids=int32(params.bias_ids),
+        bias_values=np.asarray(params.bias_values, np.float32),
+        allowed_ids=int32(params.allowed_ids),
+        banned_ids=int32(ends) if known - prompt < params.min_tokens else none,
+        repetition=params.repetition_penalty,
+        known_ids=np.unique(tokens) if params.repetition_penalty != 1.0 else none,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        output_ids=output_ids,
+        output_counts=output_counts,
+    )
