@@ -194,7 +194,16 @@ class BatchSettings(CommonSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class QueueSettings(CommonSettings):
+class RecoverySettings(CommonSettings):
+    """How long an outage may last before clients are told."""
+
+    recovery_timeout: Annotated[
+        float, "Seconds that requests wait for a usable engine before they end as unavailable.", NOT_NEGATIVE
+    ] = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueSettings(RecoverySettings):
     """How much may wait, and for how long."""
 
     max_queued_requests: Annotated[
@@ -203,9 +212,6 @@ class QueueSettings(CommonSettings):
     max_queued_tokens: Annotated[
         int, "The most prompt tokens that may wait; beyond it: overloaded, retry after.", POSITIVE
     ] = 1_048_576
-    recovery_timeout: Annotated[
-        float, "Seconds that requests wait for a usable worker before they end as unavailable.", NOT_NEGATIVE
-    ] = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,7 +268,7 @@ class WorkerSettings(ServiceSettings, EngineSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontendSettings(ServiceSettings, FrontSettings):
+class FrontendSettings(ServiceSettings, FrontSettings, RecoverySettings):
     """What signalbox-frontend can be told."""
 
 
