@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Writes proto/signalbox_pb2*.py from proto/signalbox.proto, into the folder given or, without one, into the repository.
+# Needs the pinned grpcio-tools of the dev dependencies: PYTHON=.venv/bin/python scripts/generate_stubs.sh
+set -euo pipefail
+cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."
+out=${1:-.}
+# The include root is the repository, so that the stubs import each other as proto.signalbox_pb2.
+"${PYTHON:-python3}" -m grpc_tools.protoc --proto_path=. \
+  --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" proto/signalbox.proto
