@@ -16,13 +16,18 @@ class Detokenizer:
     of an output goes on from its prompt and keeps them.
     """
 
-    __slots__ = ("_decode", "_pieces", "_size", "_strip")
+    __slots__ = ("_decode", "_pieces", "_size", "_strip", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, at_start: bool = False) -> None:
-        self._pieces = tokenizer.visible_pieces if skip_special_tokens else tokenizer.pieces
+        self._tokenizer = tokenizer
         self._size = tokenizer.vocab_size
+        self.skip_special_tokens(skip_special_tokens)
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._strip = tokenizer.strip if at_start else 0
+
+    def skip_special_tokens(self, skip: bool) -> None:
+        """From now on, special tokens have no text (or have)."""
+        self._pieces = self._tokenizer.visible_pieces if skip else self._tokenizer.pieces
 
     def feed(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete; may be empty."""

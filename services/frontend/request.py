@@ -48,9 +48,9 @@ class GenerateRequest:
     """What a client asks for, checked and with every default filled in, but not tokenised yet.
 
     request_id: the client's, or None. Either prompts (each with n choices) or messages (one chat) are set.
-    max_tokens: output tokens of each choice; None fills the context. explicit_max: the client named max_tokens,
-    so that not fitting it is an error. min_tokens and the stop ids are in params. details: outputs carry their
-    OutputTokens (else `tokens` stays empty, which is cheaper). show_prompt_logprobs: the client asked for
+    max_tokens: output tokens of each choice; None fills the context. max_field: the client's own name for it, so that
+    not fitting is an error; None when it is a default. min_tokens and the stop ids are in params. details: outputs
+    carry their OutputTokens (else `tokens` stays empty, which is cheaper). show_prompt_logprobs: the client asked for
     prompt_logprobs by name. timeout: seconds from now until the request is given up, or None.
     ignored_fields: how many unknown fields the body held.
     """
@@ -66,7 +66,7 @@ class GenerateRequest:
     params: SamplingParams
     seed: int | None
     max_tokens: int | None
-    explicit_max: bool
+    max_field: str | None
     stop: tuple[str, ...]
     include_stop: bool
     skip_special_tokens: bool

@@ -104,7 +104,7 @@ class Tokenizer:
 
     pieces: bytes by id, special tokens as their text, ids without a token empty. visible_pieces: the same with
     special tokens empty. strip: leading spaces that a whole text loses when decoded from its start.
-    prefix: ids that encoding adds before a text (a BOS), without which it would not be what the model learnt.
+    prefix: ids that encoding adds before a text (a BOS). offload: threads for the text side of this process.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, where: str = "tokenizer.json") -> None:
@@ -115,7 +115,8 @@ class Tokenizer:
         added = tokenizer.get_added_tokens_decoder()
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         self._tokenizer = tokenizer
-        self._offload = Offload()
+        self._texts: dict[int, str] = {}
+        self.offload = Offload()
         self.vocab_size = 1 + max([*vocabulary.values(), *added], default=-1)
         if not self.vocab_size:
             raise ModelError(f"{where}: has no tokens")
@@ -149,6 +150,18 @@ class Tokenizer:
         """The bytes of `id`; empty for an id of the model that the tokenizer has no token for."""
         return self.pieces[id] if 0 <= id < self.vocab_size else b""
 
+    def text(self, id: int) -> str:
+        """The text of `id` alone; `bytes:\\xe2\\x80` when it is not whole characters, as OpenAI writes it."""
+        text = self._texts.get(id)
+        if text is None:
+            raw = self.piece(id)
+            try:
+                text = raw.decode()
+            except UnicodeDecodeError:
+                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+            self._texts[id] = text
+        return text
+
     def token_id(self, text: str) -> int | None:
         """The id of the token spelt `text`, or None."""
         id: int | None = self._tokenizer.token_to_id(text)
@@ -165,7 +178,7 @@ class Tokenizer:
         """Ids of `text`; long texts are encoded off the event loop."""
         if len(text) <= INLINE_CHARACTERS:
             return self.encode_now(text, add_special_tokens=add_special_tokens)
-        return await self._offload.run(self.encode_now, text, add_special_tokens=add_special_tokens)
+        return await self.offload.run(self.encode_now, text, add_special_tokens=add_special_tokens)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text of `ids`, from its start; bytes that are not UTF-8 become U+FFFD."""

@@ -128,3 +128,4 @@ class Output:
     stop_reason: int | str | None
     usage: Usage
     message: str = ""  # for people, when finish_reason is an error
+    prompt: bool = False  # the tokens are the prompt's, and the text is that of an echo (else empty)

@@ -39,27 +39,25 @@ def validate_completion(
     request_id: of the transport (x-request-id); the body's own goes first. details: outputs shall carry tokens.
     """
     parsed, ignored = _parse(CompletionBody, body, COMPLETION_LACKING, limits)
-    if parsed.echo is not True and parsed.max_tokens == 0:
-        raise ValidationFailed("max_tokens must be at least 1; 0 is for echo", "max_tokens")
+    max_tokens, max_field = _max_tokens(parsed)
+    if max_tokens == 0 and parsed.echo is not True:
+        raise ValidationFailed(f"{max_field} must be at least 1; 0 is for echo", max_field)
     if parsed.stream and parsed.prompt_logprobs is not None:
         raise ValidationFailed("prompt_logprobs cannot be streamed; leave out stream", "prompt_logprobs")
     logprobs = -1 if parsed.logprobs is None else parsed.logprobs
     asked = -1 if parsed.prompt_logprobs is None else parsed.prompt_logprobs
     prompt_logprobs = max(asked, logprobs) if parsed.echo else asked
-    prompts = _prompts(parsed.prompt, limits)
-    common = _common(parsed, limits, request_id, ignored, logprobs, prompt_logprobs)
-    max_tokens, explicit = _max_tokens(parsed)
     return GenerateRequest(
         chat=False,
-        prompts=prompts,
+        prompts=_prompts(parsed.prompt, limits),
         template_arguments={},
         add_special_tokens=parsed.add_special_tokens is not False,
-        max_tokens=max_tokens if explicit else DEFAULT_COMPLETION_TOKENS,
-        explicit_max=explicit,
+        max_tokens=DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens,
+        max_field=max_field,
         echo=parsed.echo is True,
         show_prompt_logprobs=asked >= 0,
         details=details or logprobs >= 0 or prompt_logprobs >= 0,
-        **common,
+        **_common(parsed, limits, request_id, ignored, logprobs, prompt_logprobs),
     )
 
 
@@ -68,10 +66,9 @@ def validate_chat(
 ) -> GenerateRequest:
     """A chat completion. Raises ValidationFailed. Parameters as in `validate_completion`."""
     parsed, ignored = _parse(ChatBody, body, CHAT_LACKING, limits)
-    max_tokens, explicit = _max_tokens(parsed)
+    max_tokens, max_field = _max_tokens(parsed)
     if max_tokens == 0:
-        field = "max_tokens" if parsed.max_completion_tokens is None else "max_completion_tokens"
-        raise ValidationFailed(f"{field} must be at least 1", field)
+        raise ValidationFailed(f"{max_field} must be at least 1", max_field)
     if parsed.stream and parsed.prompt_logprobs is not None:
         raise ValidationFailed("prompt_logprobs cannot be streamed; leave out stream", "prompt_logprobs")
     if parsed.top_logprobs and not parsed.logprobs:
@@ -90,7 +87,7 @@ def validate_chat(
         add_generation_prompt=parsed.add_generation_prompt is not False,
         add_special_tokens=parsed.add_special_tokens is True,
         max_tokens=max_tokens,
-        explicit_max=explicit,
+        max_field=max_field,
         show_prompt_logprobs=prompt_logprobs >= 0,
         details=details or logprobs >= 0 or prompt_logprobs >= 0,
         **_common(parsed, limits, request_id, ignored, logprobs, prompt_logprobs),
@@ -136,10 +133,11 @@ def _failure(error: ValidationError) -> ValidationFailed:
     return ValidationFailed(f"{field} {message}", field)
 
 
-def _max_tokens(parsed: Body) -> tuple[int | None, bool]:
-    """max_completion_tokens is the newer name and wins."""
-    value = parsed.max_tokens if parsed.max_completion_tokens is None else parsed.max_completion_tokens
-    return value, value is not None
+def _max_tokens(parsed: Body) -> tuple[int | None, str | None]:
+    """The limit and the field that gave it. max_completion_tokens is the newer name and wins."""
+    if parsed.max_completion_tokens is not None:
+        return parsed.max_completion_tokens, "max_completion_tokens"
+    return parsed.max_tokens, None if parsed.max_tokens is None else "max_tokens"
 
 
 def _common(
@@ -155,9 +153,9 @@ def _common(
         raise ValidationFailed("stream_options needs stream to be true", "stream_options")
     if parsed.timeout is not None and parsed.deadline is not None:
         raise ValidationFailed("deadline and timeout mean the same; give one of them", "deadline")
-    max_tokens, _ = _max_tokens(parsed)
+    max_tokens, max_field = _max_tokens(parsed)
     if parsed.min_tokens and max_tokens is not None and parsed.min_tokens > max_tokens:
-        raise ValidationFailed(f"min_tokens ({parsed.min_tokens}) is over max_tokens ({max_tokens})", "min_tokens")
+        raise ValidationFailed(f"min_tokens ({parsed.min_tokens}) is over {max_field} ({max_tokens})", "min_tokens")
     options = parsed.stream_options
     return {
         "request_id": parsed.request_id or request_id,

@@ -1,0 +1,113 @@
+"""From a validated request to prompts in token ids: templates, tokenising, and the limits that are in tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from services.frontend.chat import chat_template
+from services.frontend.context import FrontendContext
+from services.frontend.request import GenerateRequest, Prompt, ValidationFailed
+
+TEMPLATE_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPrompt:
+    """ids: at least one. max_length: prompt and output tokens of each choice. num_added: leading ids that the
+    tokenizer added to a text. from_text: the client gave text."""
+
+    ids: tuple[int, ...]
+    max_length: int
+    num_added: int
+    from_text: bool
+
+
+async def prepare(context: FrontendContext, request: GenerateRequest) -> list[PreparedPrompt]:
+    """One for each prompt. Raises ValidationFailed when a length does not fit, RequestRefused when too much waits."""
+    if request.chat:
+        text = await render_chat(context, request)
+        return [await _prepared(context, request, text, "messages")]
+    several = len(request.prompts) > 1
+    return [
+        await _prepared(context, request, prompt, f"prompt[{index}]" if several else "prompt")
+        for index, prompt in enumerate(request.prompts)
+    ]
+
+
+async def render_chat(context: FrontendContext, request: GenerateRequest) -> str:
+    """The conversation as the model's template writes it."""
+    model = context.model
+    assert model.chat_template is not None, "validate_chat refuses models without a template"
+    template = chat_template(model.chat_template, model.bos_token, model.eos_token)
+    work = context.tokenizer.offload.run(
+        template.render,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        arguments=request.template_arguments,
+    )
+    try:
+        return await asyncio.wait_for(work, TEMPLATE_SECONDS)
+    except TimeoutError:
+        raise ValidationFailed(
+            f"messages: the model's chat template took more than {TEMPLATE_SECONDS:g} s; shorten them", "messages"
+        ) from None
+
+
+async def encode(context: FrontendContext, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+    """Ids of `text`. A text that could not fit the context however it is cut is refused before that work."""
+    longest = context.engine.max_length * context.tokenizer.max_bytes_per_token
+    if len(text) > longest:
+        raise ValidationFailed(
+            f"{field} has {len(text)} characters, which cannot fit the context of {context.engine.max_length} tokens;"
+            " shorten it",
+            field.partition("[")[0],
+        )
+    return await context.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+async def _prepared(context: FrontendContext, request: GenerateRequest, prompt: Prompt, field: str) -> PreparedPrompt:
+    num_added = 0
+    if isinstance(prompt, str):
+        ids = tuple(await encode(context, prompt, field, add_special_tokens=request.add_special_tokens))
+        prefix = context.tokenizer.prefix
+        if request.add_special_tokens and ids[: len(prefix)] == prefix:
+            num_added = len(prefix)
+    else:
+        ids = prompt
+    return PreparedPrompt(
+        ids=ids,
+        max_length=_max_length(context.engine.max_length, request, len(ids), field),
+        num_added=num_added,
+        from_text=isinstance(prompt, str),
+    )
+
+
+def _max_length(served: int, request: GenerateRequest, num_prompt: int, field: str) -> int:
+    """Prompt and output tokens of a choice; ValidationFailed with the numbers when they do not fit `served`."""
+    param = field.partition("[")[0]
+    if num_prompt == 0:
+        raise ValidationFailed(f"{field} has no tokens; give at least one", param)
+    if num_prompt > served or (num_prompt == served and request.max_tokens != 0):
+        raise ValidationFailed(
+            f"{field} has {num_prompt} tokens, and the context of {served} tokens must hold it and the answer;"
+            " shorten it",
+            param,
+        )
+    if request.max_tokens is None:
+        length = served
+    elif request.max_field is not None and num_prompt + request.max_tokens > served:
+        raise ValidationFailed(
+            f"{field} has {num_prompt} tokens and {request.max_field} is {request.max_tokens}, together more than the"
+            f" context of {served} tokens; lower one of them",
+            request.max_field,
+        )
+    else:
+        length = min(served, num_prompt + request.max_tokens)
+    if request.params.min_tokens > length - num_prompt:
+        raise ValidationFailed(
+            f"min_tokens is {request.params.min_tokens}, and only {length - num_prompt} tokens may follow the prompt;"
+            " lower it",
+            "min_tokens",
+        )
+    return length
