@@ -1,0 +1,178 @@
+"""An Engine in memory that answers from scripts: for tests of the fronts, without scheduler and worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from proto.messages import Add, End, FinishReason
+from services.frontend.context import FrontendContext, OpenRequests, ServedModel
+from services.frontend.prometheus import FrontendMetrics
+from services.frontend.tokenizer import Tokenizer
+from services.frontend.types import Chunk, RequestRefused, TokenLogprob
+from services.settings import FrontendSettings
+from tests.support.tiny_tokenizer import tiny_served_model, tiny_tokenizer
+
+Script = Callable[[Add, int], Sequence[int]]
+
+
+def fake_logprob(add: Add, token: int, alternatives: int) -> TokenLogprob:
+    """Deterministic: the token itself is the most likely one, the next ids follow."""
+    top = tuple(((token + i) % 300, -0.25 * (i + 1)) for i in range(alternatives))
+    return TokenLogprob(token=token, logprob=-0.25, rank=1, top=top)
+
+
+class FakeStream:
+    """Plays `outputs[i]` for choice i, as many tokens per chunk as the engine says, choices in turn."""
+
+    def __init__(self, engine: FakeEngine, add: Add, outputs: Sequence[Sequence[int]]) -> None:
+        self.engine = engine
+        self.add = add
+        self.outputs = [list(output) for output in outputs]
+        self.finished: dict[int, tuple[int, FinishReason]] = {}
+        self.aborted = False
+        self.ended = False
+        self._wake = asyncio.Event()
+
+    def finish(self, index: int, length: int, reason: FinishReason) -> None:
+        """Remembered in `finished`; the choice ends there."""
+        self.finished[index] = (length, reason)
+
+    def abort(self) -> None:
+        """Ends every choice as ABORTED; after the end nothing happens."""
+        if not self.ended:
+            self.aborted = True
+        self._wake.set()
+
+    async def _pause(self) -> None:
+        """A place where a test may hold the engine, and where an abort goes through."""
+        waits = [asyncio.ensure_future(self.engine.running.wait()), asyncio.ensure_future(self._wake.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        if self.engine.refuse_later is not None:
+            self.ended = True
+            raise self.engine.refuse_later
+        num_prompt, params = len(self.add.prompt_ids), self.add.params
+        if params.prompt_logprobs >= 0 and num_prompt > 1:
+            ids = self.add.prompt_ids[1:].tolist()
+            for index in range(len(self.outputs)):
+                entries = [fake_logprob(self.add, id, params.prompt_logprobs) for id in ids]
+                yield Chunk(index=index, first=1, tokens=ids, logprobs=entries, end=None)
+        at = dict.fromkeys(range(len(self.outputs)), 0)
+        while at:
+            for index in list(at):
+                if not self.engine.running.is_set():
+                    await self._pause()
+                await asyncio.sleep(0)
+                chunk = self._chunk(index, at[index])
+                at[index] += len(chunk.tokens)
+                if chunk.end is not None:
+                    del at[index]
+                    self.ended = not at
+                yield chunk
+
+    def _chunk(self, index: int, at: int) -> Chunk:
+        num_prompt, params = len(self.add.prompt_ids), self.add.params
+        if self.aborted:
+            return self._end(index, at, [], FinishReason.ABORTED)
+        if index in self.finished:
+            length, reason = self.finished[index]
+            return self._end(index, at, [], reason, length=length)
+        room = self.add.max_length - num_prompt - at
+        tokens: list[int] = []
+        for token in self.outputs[index][at : at + min(room, self.engine.tokens_per_chunk)]:
+            tokens.append(token)
+            if token in params.eos_ids or token in params.stop_ids:
+                return self._end(index, at, tokens, FinishReason.STOP, stop_id=token)
+        if at + len(tokens) >= min(len(self.outputs[index]), self.add.max_length - num_prompt):
+            out_of_script = at + len(tokens) < self.add.max_length - num_prompt
+            return self._end(index, at, tokens, self.engine.end if out_of_script else FinishReason.LENGTH)
+        return Chunk(index=index, first=num_prompt + at, tokens=tokens, logprobs=self._logprobs(tokens), end=None)
+
+    def _end(
+        self, index: int, at: int, tokens: list[int], reason: FinishReason, *, stop_id: int = -1, length: int = -1
+    ) -> Chunk:
+        first = len(self.add.prompt_ids) + at
+        end = End(
+            sequence=self.add.sequences[index].sequence,
+            reason=reason,
+            length=first + len(tokens) if length < 0 else length,
+            stop_id=stop_id,
+            cached=self.engine.cached,
+            message="" if reason in (FinishReason.STOP, FinishReason.LENGTH) else f"ended by the script: {reason.name}",
+        )
+        return Chunk(index=index, first=first, tokens=tokens, logprobs=self._logprobs(tokens), end=end)
+
+    def _logprobs(self, tokens: list[int]) -> list[TokenLogprob] | None:
+        if self.add.params.logprobs < 0:
+            return None
+        return [fake_logprob(self.add, token, self.add.params.logprobs) for token in tokens]
+
+
+class FakeEngine:
+    """Fills the Engine protocol. script: output ids of a request's choice; they end as `end` when the limit allows
+    more. running: cleared, it holds all streams before their next chunk. streams: all that were submitted."""
+
+    def __init__(self, script: Script | Sequence[int] = (), *, max_length: int = 256) -> None:
+        self.script: Script = script if callable(script) else lambda add, index: script
+        self.ready = True
+        self.reason = "ready"
+        self.max_length = max_length
+        self.tokens_per_chunk = 1
+        self.end = FinishReason.LENGTH
+        self.cached = 0
+        self.refuse: RequestRefused | None = None  # at submit
+        self.refuse_later: RequestRefused | None = None  # when the stream is read
+        self.running = asyncio.Event()
+        self.running.set()
+        self.streams: list[FakeStream] = []
+        self.counters: Callable[[], dict[str, float]] = dict
+        self._last_sequence = 0
+
+    def next_sequence(self) -> int:
+        """See Engine."""
+        self._last_sequence += 1
+        return self._last_sequence
+
+    def submit(self, add: Add) -> FakeStream:
+        """See Engine."""
+        if self.refuse is not None:
+            raise self.refuse
+        stream = FakeStream(self, add, [self.script(add, index) for index in range(len(add.sequences))])
+        self.streams.append(stream)
+        return stream
+
+    def metrics(self) -> dict[str, float]:
+        """See Engine."""
+        return {"signalbox_requests_running": 1.0, "signalbox_preemptions_total": 2.0, **self.counters()}
+
+    @property
+    def adds(self) -> list[Add]:
+        """What was submitted."""
+        return [stream.add for stream in self.streams]
+
+
+def fake_context(
+    engine: FakeEngine,
+    *,
+    tokenizer: Tokenizer | None = None,
+    model: ServedModel | None = None,
+    settings: FrontendSettings | None = None,
+) -> FrontendContext:
+    """A context around a fake engine; by default with the tiny tokenizer and model."""
+    model = model or tiny_served_model()
+    metrics = FrontendMetrics(model.id)
+    engine.counters = metrics.counters
+    return FrontendContext(
+        engine=engine,
+        tokenizer=tokenizer or tiny_tokenizer(),
+        model=model,
+        settings=settings or FrontendSettings(),
+        metrics=metrics,
+        requests=OpenRequests(),
+    )
