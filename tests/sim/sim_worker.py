@@ -50,7 +50,9 @@ class SimRow:
 class SimWorker:
     """Executes plans as proto/messages.py says, and raises AssertionError on any that breaks a rule."""
 
-    def __init__(self, name: str, *, num_blocks: int = 64, block_size: int = 4, max_rows: int = 8, window: int = 1) -> None:
+    def __init__(
+        self, name: str, *, num_blocks: int = 64, block_size: int = 4, max_rows: int = 8, window: int = 1
+    ) -> None:
         self.name = name
         self.block_size = block_size
         self.num_blocks = num_blocks

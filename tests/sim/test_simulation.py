@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from proto.messages import FinishReason, RefusalCode
@@ -19,22 +21,24 @@ CONFIG = SchedulerConfig(
 )
 
 
-def make_sequences(world: World, frontend: FrontendNode, number: int, *, longest: int = 60, spread: float = 2.0) -> None:
+def make_sequences(
+    world: World, frontend: FrontendNode, number: int, *, longest: int = 60, spread: float = 2.0
+) -> None:
     rng = world.random
     for handle in range(1, number + 1):
-        num_prompt = rng.randint(1, longest)
+        num_prompt = rng.randint(1, 60)
         sequence = SimSequence(
             handle=handle,
             seed=rng.getrandbits(48),
             prompt=[rng.randrange(1000) for _ in range(num_prompt)],
-            max_length=num_prompt + rng.randint(0, longest),
+            max_length=num_prompt + rng.randint(0, 60),
             priority=rng.choice([0, 0, 0, -1, 1]),
         )
         if rng.random() < 0.15:
             sequence.finish_at = num_prompt + rng.randint(1, 20)
-        world.at(rng.random() * spread, lambda s=sequence: frontend.submit(s))
+        world.at(rng.random() * spread, partial(frontend.submit, sequence))
         if rng.random() < 0.2:
-            world.at(rng.random() * spread * 3, lambda h=handle: h in frontend.sequences and frontend.abort(h))
+            world.at(rng.random() * spread * 3, partial(frontend.abort, handle))
 
 
 def assert_right(sequence: SimSequence) -> None:
@@ -93,12 +97,13 @@ def test_deaths_losses_and_restarts_change_nothing(seed: int) -> None:
     rng = world.random
 
     def replace_worker(name: str) -> None:
-        world.kill_worker(name)
-        world.at(rng.random() * 2, lambda: world.add_worker(f"{name}+", window=2, num_blocks=40) and None)
+        if name in world.workers:
+            world.kill_worker(name)
+            world.at(rng.random() * 2, partial(world.add_worker, f"{name}+", window=2, num_blocks=40))
 
     for name in ("w0", "w1", "w0+"):
         when = 1 + rng.random() * 4 + (5 if name.endswith("+") else 0)
-        world.at(when, lambda n=name: n in world.workers and replace_worker(n))
+        world.at(when, partial(replace_worker, name))
     world.at(2 + rng.random() * 4, lambda: world.restart_scheduler(rng.random()))
     world.run(lambda: world.now > 15 and world.finished())
     all_right(world)
@@ -146,7 +151,8 @@ def test_the_queue_is_bounded_and_says_when_to_retry() -> None:
     world.add_worker("w0", num_blocks=64)
     frontend = world.add_frontend("f0")
     sequences = [SimSequence(handle=h, seed=h, prompt=[1] * 8, max_length=60) for h in range(1, 9)]
-    world.at(1.0, lambda: [frontend.submit(s) for s in sequences] and None)
+    for sequence in sequences:
+        world.at(1.0, partial(frontend.submit, sequence))
     world.run(lambda: world.now > 2 and world.finished())
     refused = [s.refused for s in sequences if s.refused]
     assert len(refused) >= 4
@@ -162,7 +168,8 @@ def test_a_deadline_ends_a_queued_and_a_running_sequence() -> None:
     frontend = world.add_frontend("f0")
     running = SimSequence(handle=1, seed=3, prompt=[1] * 8, max_length=900, deadline=0.5)
     queued = SimSequence(handle=2, seed=4, prompt=[1] * 8, max_length=900, deadline=0.3)
-    world.at(1.0, lambda: [frontend.submit(s) for s in (running, queued)] and None)
+    for sequence in (running, queued):
+        world.at(1.0, partial(frontend.submit, sequence))
     world.run(lambda: world.now > 2 and world.finished())
     assert running.end
     assert queued.end

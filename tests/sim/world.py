@@ -176,7 +176,7 @@ class FrontendNode:
         )
 
     def abort(self, handle: int) -> None:
-        if self.alive and self.header.session and self.sequences[handle].open:
+        if self.alive and self.header.session and handle in self.sequences and self.sequences[handle].open:
             self.send(Abort(sequences=int64([handle])))
 
     def receive(self, header: Header, message: object) -> None:
@@ -242,7 +242,7 @@ class World:
         self.max_delay = max_delay
         self.now = 0.0
         self.order = count()
-        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.queue: list[tuple[float, int, Callable[[], object]]] = []
         self.inbox: list[Event] = []
         self.link_times: dict[tuple[str, str], float] = {}
         self.workers: dict[str, WorkerNode] = {}
@@ -286,7 +286,7 @@ class World:
 
     # --- links ----------------------------------------------------------------------------------------------------
 
-    def at(self, delay: float, action: Callable[[], None]) -> None:
+    def at(self, delay: float, action: Callable[[], object]) -> None:
         heapq.heappush(self.queue, (self.now + delay, next(self.order), action))
 
     def step_seconds(self, plan: StepPlan) -> float:
@@ -295,7 +295,7 @@ class World:
     def to_scheduler(self, name: str, event: Event, extra: float = 0.0) -> None:
         self._post(("in", name), lambda: self.inbox.append(event), extra)
 
-    def _post(self, link: tuple[str, str], action: Callable[[], None], extra: float = 0.0) -> None:
+    def _post(self, link: tuple[str, str], action: Callable[[], object], extra: float = 0.0) -> None:
         """Random delay, but each link keeps its order, as ZeroMQ does."""
         arrival = max(self.link_times.get(link, 0.0), self.now + extra + self.random.random() * self.max_delay)
         self.link_times[link] = arrival
@@ -349,7 +349,8 @@ class World:
             assert len(worker.free_rows) == worker.max_rows
         for node in self.workers.values():
             assert not node.worker.rows
-        assert not self.state.waiting and self.state.waiting_tokens == 0
+        assert not self.state.waiting
+        assert self.state.waiting_tokens == 0
 
     def total_preemptions(self) -> int:
         return self.preemptions + self.state.totals.preemptions
