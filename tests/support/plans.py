@@ -59,7 +59,7 @@ class Driver:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaves: list[int] = []
-        self.count = 0
+        self.sequences: list[Sequence] = []
         self.steps = 0
         runner.reset()
         self.poison(self.free)
@@ -67,10 +67,9 @@ class Driver:
     def add(
         self, prompt: list[int], *, max_tokens: int = 16, seed: int = 0, params: SamplingParams | None = None
     ) -> Sequence:
-        self.count += 1
         params = params or SamplingParams()
         sequence = Sequence(
-            number=self.count,
+            number=len(self.sequences),
             prompt=list(prompt),
             params=params,
             max_length=len(prompt) + max_tokens,
@@ -78,6 +77,7 @@ class Driver:
             tokens=list(prompt),
             logprobs_from=1 if params.prompt_logprobs >= 0 else len(prompt),
         )
+        self.sequences.append(sequence)
         self.waiting.append(sequence)
         return sequence
 
