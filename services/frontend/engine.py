@@ -68,6 +68,8 @@ class EngineClient:
         self._last_sequence = 0
         self._streams: dict[int, tuple[Stream, Choice]] = {}  # by handle: without a terminal event
         self._aborted: set[int] = set()  # handles that the scheduler may still hold
+        self._idle = asyncio.Event()  # nothing is open
+        self._idle.set()
         self.draining = False
 
     async def start(self) -> None:
@@ -86,11 +88,16 @@ class EngineClient:
         self._end_open("the frontend is shutting down")
         if handles:
             self._send(Abort(sequences=int64(handles)))
+        self._header = None
         self._link.stop()
 
     def drain(self) -> None:
         """Accept nothing new from now on."""
         self.draining = True
+
+    async def idle(self) -> None:
+        """Until nothing is open."""
+        await self._idle.wait()
 
     # --- Engine -------------------------------------------------------------------------------------------------
 
@@ -128,17 +135,16 @@ class EngineClient:
         stream = Stream(self, add, self._loop.time())
         for choice in stream.choices:
             self._streams[choice.start.sequence] = (stream, choice)
+        self._idle.clear()
         self._send(add)
         return stream
 
     def metrics(self) -> dict[str, float]:
         """See Engine."""
-        totals: dict[str, float] = {}
-        if self._beat is not None:
-            totals = {**self._beat.metrics, **self._beat.frontend_totals}
+        totals = dict(self._beat.frontend_totals) if self._beat is not None else {}
         for name, value in self._counters().items():
             totals[name] = totals.get(name, 0.0) + value
-        return totals
+        return {**self._beat.metrics, **totals} if self._beat is not None else totals
 
     # --- asked by streams ---------------------------------------------------------------------------------------
 
@@ -151,10 +157,17 @@ class EngineClient:
     def abort_stream(self, stream: Stream) -> None:
         """Give the blocks back; the stream ends by itself."""
         handles = [choice.start.sequence for choice in stream.open]
-        handles = [handle for handle in handles if self._streams.pop(handle, None) is not None]
+        handles = [handle for handle in handles if self._close(handle) is not None]
         self._aborted.update(handles)
         if handles:
             self._send(Abort(sequences=int64(handles)))
+
+    def _close(self, handle: int) -> Stream | None:
+        """The sequence needs no more from the scheduler; its stream, or None when it was closed before."""
+        stream, _ = self._streams.pop(handle, (None, None))
+        if not self._streams:
+            self._idle.set()
+        return stream
 
     # --- the link -----------------------------------------------------------------------------------------------
 
@@ -238,14 +251,14 @@ class EngineClient:
         stream, choice = known
         if not choice.close(end):
             return False
-        del self._streams[end.sequence]
+        self._close(end.sequence)
         stream.wake(choice)
         return True
 
     def _refuse(self, refused: Refused) -> None:
         error = RequestRefused(refused.code, refused.message, refused.retry_after)
-        named = [self._streams.pop(handle)[0] for handle in refused.sequences.tolist() if handle in self._streams]
-        for stream in set(named):
+        closed = [self._close(handle) for handle in refused.sequences.tolist()]
+        for stream in {stream for stream in closed if stream is not None}:
             self.abort_stream(stream)  # what it did not name
             stream.refuse(error)
 
@@ -279,5 +292,6 @@ class EngineClient:
         self._aborted.update(self._streams)
         streams = {stream for stream, _ in self._streams.values()}
         self._streams.clear()
+        self._idle.set()
         for stream in streams:
             stream.end_all(FinishReason.UNAVAILABLE, why)
