@@ -8,4 +8,4 @@ from services.frontend.context import FrontendContext
 
 CONTEXT = web.AppKey("context", FrontendContext)
 FINGERPRINT = web.AppKey("fingerprint", str)
-REQUEST_ID = "request_id"  # key of a request
+REQUEST_ID = web.RequestKey("request_id", str)
