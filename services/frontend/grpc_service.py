@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import secrets
+import time
 from collections.abc import AsyncIterator
 from importlib.metadata import version
 from typing import Any
@@ -37,7 +38,7 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> None:
         """Write each output as it comes. A choice that failed also fails the call, after all choices have ended."""
-        async with failures_told(call):
+        async with answered("Generate", call):
             request, maker = self._open(message, call, stream=True)
             failure: Failure | None = None
             async with contextlib.aclosing(generate(self._context, request)) as outputs:
@@ -49,7 +50,7 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
 
     async def GenerateOnce(self, message: pb.GenerateRequest, call: Call) -> pb.GenerateOnceResponse:
         """All outputs in one answer."""
-        async with failures_told(call):
+        async with answered("GenerateOnce", call):
             request, maker = self._open(message, call, stream=False)
             collected: list[Output] = []
             async with contextlib.aclosing(generate(self._context, request)) as outputs:
@@ -58,11 +59,11 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
                     if (failure := failed(output)) is not None:
                         raise CallFailed(failure)
             return maker.whole(collected)
-        raise AssertionError("failures_told ends the call")
+        raise AssertionError("answered() ends the call")
 
     async def Abort(self, message: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         """Unknown ids are fine."""
-        async with failures_told(call):
+        async with answered("Abort", call):
             if not message.request_id:
                 raise ValidationFailed("request_id is required: the id of the request to abort", "request_id")
             self._context.requests.abort(message.request_id)
@@ -98,21 +99,28 @@ def failed(output: Output) -> Failure | None:
 
 
 @contextlib.asynccontextmanager
-async def failures_told(call: Call) -> AsyncIterator[None]:
-    """End the call with the status of what goes wrong inside. Nothing inside ends the call itself."""
+async def answered(method: str, call: Call) -> AsyncIterator[None]:
+    """Around the work of one call: logs it, and ends it with the status of what goes wrong inside. Nothing inside ends
+    the call itself."""
+    began = time.monotonic()
+    code = "CANCELLED"
     try:
-        yield
-    except ValidationFailed as error:
-        failure = grpc_errors.invalid(error)
-    except RequestRefused as error:
-        failure = grpc_errors.refused(error)
-    except CallFailed as error:
-        failure = error.failure
-    except Exception:
-        if call.cancelled():
-            raise
-        log.exception("a call failed")
-        failure = grpc_errors.INTERNAL
-    else:
-        return
-    await grpc_errors.end_call(call, failure)
+        try:
+            yield
+            code = "OK"
+            return
+        except ValidationFailed as error:
+            failure = grpc_errors.invalid(error)
+        except RequestRefused as error:
+            failure = grpc_errors.refused(error)
+        except CallFailed as error:
+            failure = error.failure
+        except Exception:
+            if call.cancelled():
+                raise
+            log.exception("grpc call failed", method=method)
+            failure = grpc_errors.INTERNAL
+        code = failure.code.name
+        await grpc_errors.end_call(call, failure)
+    finally:
+        log.info("grpc", method=method, code=code, seconds=round(time.monotonic() - began, 4))
