@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextvars import copy_context
 from dataclasses import dataclass
 
 import structlog
@@ -61,6 +62,7 @@ class ControlThread(threading.Thread):
         self._dealer = Dealer(context, control_link(run_dir), identity)
         self._monitors = {"plan": plan_monitor, "control": self._dealer.monitor}
         self._status = status_file
+        self._context = copy_context()  # log lines of the thread say what those of its maker say
 
     # --- called by the main thread ---
 
@@ -79,6 +81,9 @@ class ControlThread(threading.Thread):
 
     def run(self) -> None:
         """Until `leave`."""
+        self._context.run(self._serve)
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         for readable in (self._dealer.socket, *self._monitors.values(), self._wake.fd):
             poller.register(readable, zmq.POLLIN)

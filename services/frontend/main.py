@@ -42,11 +42,12 @@ def run(settings: FrontendSettings) -> int:
 
 
 def served_model(settings: FrontendSettings, files: ModelFiles) -> ServedModel:
-    """The model under the name that clients use; they may also write what --model says."""
+    """The model under the name that clients use; a name of the model store is understood too."""
     name = settings.api_name
+    stored = "/" not in settings.model and settings.model != name
     return ServedModel(
         id=name,
-        aliases=(settings.model,) if settings.model != name else (),
+        aliases=(settings.model,) if stored else (),
         config=files.config,
         generation=files.generation,
         chat_template=files.chat_template,
