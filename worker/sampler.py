@@ -27,7 +27,7 @@ def sample(logits_SV: Tensor, inputs: SampleInputs) -> Int32:
     if inputs.adjustments:
         scores = logits_SV.clone()
         for adjustment in inputs.adjustments:
-            _adjust(scores[adjustment.index], adjustment)
+            adjust(scores[adjustment.index], adjustment)
     best, tokens = scores.max(dim=-1)
     drawn = inputs.temperature >= GREEDY_BELOW
     narrowed = drawn & ((inputs.top_k > 0) | (inputs.top_p < 1.0) | (inputs.min_p > 0.0))
@@ -39,7 +39,7 @@ def sample(logits_SV: Tensor, inputs: SampleInputs) -> Int32:
     return tokens.masked_fill(best == -torch.inf, NO_TOKEN).int().numpy()
 
 
-def _adjust(row_V: Tensor, rule: Adjustment) -> None:
+def adjust(row_V: Tensor, rule: Adjustment) -> None:
     """Changes one row's logits in place."""
     if len(rule.bias_ids):
         row_V.index_add_(0, torch.from_numpy(rule.bias_ids), torch.from_numpy(rule.bias_values))
