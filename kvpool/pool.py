@@ -115,9 +115,7 @@ class BlockPool:
         self._stack[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
 
-    def validate(
-        self, tables: Iterable[BlockTable], others: Mapping[HolderKind, Iterable[int]] | None = None
-    ) -> None:
+    def validate(self, tables: Iterable[BlockTable], others: Mapping[HolderKind, Iterable[int]] | None = None) -> None:
         """Prove the books; raises PoolError on the first difference.
 
         Every block is exactly one of free or held; holders of kind TABLE equal the tables, those of every
@@ -130,9 +128,7 @@ class BlockPool:
             counts = np.bincount(self._ids(ids), minlength=self.num_blocks)
             self._report(counts != self._by_kind[kind], f"differs from the {kind.name} holders given")
         free = np.bincount(self._stack[: self._num_free], minlength=self.num_blocks)
-        self._report(
-            self._by_kind.sum(axis=0) != self._total, "has a total that is not the sum of its holders"
-        )
+        self._report(self._by_kind.sum(axis=0) != self._total, "has a total that is not the sum of its holders")
         self._report(self._by_kind.min(axis=0) < 0, "has a negative number of holders")
         self._report(free != (self._total == 0), "is not exactly one of free and held")
         for table in tables:
