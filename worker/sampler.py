@@ -76,8 +76,9 @@ def _draw_narrowed(x_SV: Tensor, inputs: SampleInputs, rows: np.ndarray) -> Tens
     seeds, positions = _keys(inputs, rows)
     ids, values, keep = _narrow(x_SV, limits, SHORTLIST)
     tokens = _draw_kept(ids, values, keep, seeds, positions)
-    # Where even the last candidate stays, the shortlist may have been too short.
-    for row in torch.nonzero(keep[:, -1]).flatten().tolist() if x_SV.shape[1] > SHORTLIST else ():
+    # The shortlist may have been too short where even its last token stays, or top-k takes more.
+    short = keep[:, -1] | (limits[0][:, 0] > SHORTLIST)
+    for row in torch.nonzero(short).flatten().tolist() if x_SV.shape[1] > SHORTLIST else ():
         one = slice(row, row + 1)
         ids, values, keep = _narrow(x_SV[one], [limit[one] for limit in limits], x_SV.shape[1])
         tokens[one] = _draw_kept(ids, values, keep, seeds[one], positions[one])
