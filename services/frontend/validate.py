@@ -144,9 +144,11 @@ def _parse(kind: type[B], body: object, lacking: Mapping[str, tuple[object, ...]
         raise _failure(error) from None
     ignored = 0
     for field, value in (parsed.model_extra or {}).items():
+        if value is None:
+            continue
         if field not in lacking:
             ignored += 1
-        elif value is not None and not any(_same(value, allowed) for allowed in lacking[field]):
+        elif not any(_same(value, allowed) for allowed in lacking[field]):
             raise ValidationFailed(f"{field} is not offered by this server; leave it out", field)
     return parsed, ignored
 
