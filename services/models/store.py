@@ -1,4 +1,4 @@
-"""The model store: $SIGNALBOX_HOME/models, one read-only file for each model, whole and of the right content or absent."""
+"""The model store: $SIGNALBOX_HOME/models, one read-only file for each model, either whole and checked or absent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,19 @@ from worker.loader.cache import home, locked, sha256_of
 from worker.loader.errors import ModelError
 from worker.loader.model import open_model
 
-__all__ = ["DEFAULT_MODEL", "StoredModel", "export", "info", "list_models", "models_folder", "pull", "resolve"]
+__all__ = [
+    "DEFAULT_MODEL",
+    "KNOWN_MODELS",
+    "StoredModel",
+    "export",
+    "info",
+    "list_models",
+    "models_folder",
+    "pull",
+    "resolve",
+]
+
+KNOWN_MODELS = tuple(CATALOGUE)
 
 
 @dataclass(frozen=True, kw_only=True)
