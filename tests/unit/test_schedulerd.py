@@ -69,7 +69,7 @@ def test_a_hello_is_welcomed_and_told_the_state(service, context, run_dir):
 def test_bad_frames_are_dropped_and_counted(service, context, run_dir, data):
     dealer = connect(context, frontend_link(run_dir), "f1")
     assert ask(service, dealer, data) == []
-    assert service.rejected == {"malformed": 1}
+    assert service.state.totals.dropped == {"malformed": 1}
     assert ask(service, dealer, encode(Header(), FrontendHello(frontend="f")))
     dealer.close()
 
@@ -86,7 +86,7 @@ def test_a_frame_of_an_old_session_does_nothing_but_a_beat_is_welcomed(service, 
 def test_a_worker_message_on_the_wrong_link_is_dropped(service, context, run_dir):
     dealer = connect(context, control_link(run_dir), "w1")
     ask(service, dealer, encode(Header(), FrontendHello(frontend="f")))
-    assert service.rejected == {"malformed": 1}
+    assert service.state.totals.dropped == {"malformed": 1}
     dealer.close()
 
 
