@@ -115,9 +115,9 @@ async def answered(method: str, call: Call) -> AsyncIterator[None]:
             failure = grpc_errors.refused(error)
         except CallFailed as error:
             failure = error.failure
+        except grpc.aio.InternalError:  # a write that met a lost connection
+            return
         except Exception:
-            if call.cancelled():
-                raise
             log.exception("grpc call failed", method=method)
             failure = grpc_errors.INTERNAL
         code = failure.code.name

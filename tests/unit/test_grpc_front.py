@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import grpc
 import pytest
+import structlog
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -371,6 +372,20 @@ async def test_a_lost_connection_aborts(front, engine):
         await submitted(engine)
     assert call.done()
     await aborted(engine)
+
+
+async def test_a_connection_lost_in_mid_write_is_no_error(front, engine):
+    engine.script = lambda add, index: ids_of(" quick") * 10_000
+    engine.max_length = 20_000
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(3):
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{front.port}") as channel:
+                await pb_grpc.GenerationServiceStub(channel).Generate(ask(max_tokens=10_000)).read()
+            await aborted(engine)
+        async with asyncio.timeout(5):
+            while len(logs) < 3:
+                await asyncio.sleep(0.005)
+    assert [(entry["log_level"], entry["code"]) for entry in logs] == [("info", "CANCELLED")] * 3
 
 
 async def test_our_own_fault_is_internal_and_does_not_tell_secrets(stub, engine, monkeypatch):
