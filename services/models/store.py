@@ -56,7 +56,7 @@ def pull(name: str, progress: Progress = silent) -> Path:
     with locked(models_folder() / f".{model.name}.lock"):
         if not (target.exists() and sha256_of(target) == model.sha256):
             fetch(model, target, progress)
-        progress("reading the model's metadata", 0, 0)
+        progress("reading the model's metadata")
         open_model(target)
     return target
 
