@@ -70,8 +70,10 @@ def test_chat_and_its_stream_agree(client, model):
 def test_logprobs_parse_in_the_sdk_types(client, model):
     completion = client.completions.create(model=model, prompt=PROMPT, logprobs=2, echo=True, **GREEDY)
     logprobs = completion.choices[0].logprobs
-    assert "".join(logprobs.tokens) == completion.choices[0].text
+    assert len(logprobs.tokens) == completion.usage.total_tokens
+    assert "".join(logprobs.tokens).startswith(PROMPT)
     assert completion.choices[0].text.startswith(PROMPT)
+    assert logprobs.text_offset[: len(PROMPT)] == list(range(len(PROMPT)))  # one token for each of its bytes
     assert logprobs.token_logprobs[0] is None
     assert all(value <= 0 for value in logprobs.token_logprobs[1:])
     chat = client.chat.completions.create(model=model, messages=MESSAGES, logprobs=True, top_logprobs=3, **GREEDY)
