@@ -78,4 +78,4 @@ async def test_a_choice_that_fails(client, engine, end, status):
 
     with pytest.raises(openai.APIError, match="ended by the script"):
         await read()
-    assert "".join(pieces) == " quick brown"
+    assert "".join(pieces).startswith(" quick")
