@@ -1,0 +1,72 @@
+"""The fixed memory of one engine: what a program's operations read and write, and the KV blocks.
+
+Legend: T most tokens of a step, H hidden size, N query heads, K key and value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from proto.messages import Float32, Int32
+from worker.cpu.native.records import BLOCK, KEY_LANES, Activations, address
+from worker.loader.config import ModelConfig
+
+# Most rows whose logits are held at once; a step with more takes several rounds of the head part.
+HEAD_ROWS = 64
+
+
+class Buffers:
+    """One line for each token of a step. `largest_input`: most features that a matrix reads."""
+
+    def __init__(self, config: ModelConfig, *, tokens: int, largest_input: int) -> None:
+        heads, width = config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        self.head_rows = min(HEAD_ROWS, tokens)
+        self.hidden = np.empty((tokens, config.hidden_size), np.float32)
+        self.normed = np.empty((tokens, config.hidden_size), np.float32)
+        self.qkv = np.empty((tokens, heads * width), np.float32)
+        self.mixed = np.empty((tokens, config.num_heads * width), np.float32)
+        self.gate_up = np.empty((tokens, 2 * config.intermediate_size), np.float32)
+        self.gated = np.empty((tokens, config.intermediate_size), np.float32)
+        self.logits = np.empty((self.head_rows, config.vocab_size), np.float32)
+        blocks = -(-largest_input // BLOCK) * tokens
+        self.block_values = np.empty((blocks, BLOCK), np.int8)
+        self.block_scales = np.empty(blocks, np.float32)
+        self.block_sums = np.empty(blocks, np.float32)
+
+    @property
+    def activations(self) -> Activations:
+        """The quantised activations' record."""
+        return Activations(address(self.block_values), address(self.block_scales), address(self.block_sums))
+
+
+class RopeTables:
+    """cosines, sines [positions, D / 2]: angles are float32 products, as in the models' training code."""
+
+    def __init__(self, config: ModelConfig, num_positions: int) -> None:
+        frequencies = config.rope.inverse_frequencies(config.head_dim).astype(np.float32)
+        angles = np.outer(np.arange(num_positions, dtype=np.float32), frequencies)
+        self.cosines: Float32 = np.cos(angles)
+        self.sines: Float32 = np.sin(angles)
+
+
+class KVBlocks:
+    """blocks[2 · layers, num_blocks, K · block_size · padded dimension]: keys at 2 · layer, values after them.
+
+    src/kv.h says how a block is laid out. Memory that was never written takes no pages, and holds anything.
+    """
+
+    def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int) -> None:
+        self.padded_dim = -(-config.head_dim // KEY_LANES) * KEY_LANES
+        size = config.num_kv_heads * block_size * self.padded_dim
+        self.blocks = np.empty((2 * config.num_layers, num_blocks, size), np.float32)
+
+    def layer(self, index: int) -> tuple[int, int]:
+        """Addresses of one layer's keys and values."""
+        keys, values = address(self.blocks[2 * index]), address(self.blocks[2 * index + 1])
+        assert keys is not None
+        assert values is not None
+        return keys, values
+
+    def copy(self, sources: Int32, targets: Int32) -> None:
+        """Copies whole blocks in every layer."""
+        self.blocks[:, targets] = self.blocks[:, sources]

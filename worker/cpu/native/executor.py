@@ -1,0 +1,81 @@
+"""A CPU through native code: weights as stored, float32 KV blocks, one launch for each step."""
+
+from __future__ import annotations
+
+from proto.messages import Int32
+from worker.config import WorkerConfig
+from worker.cpu.native.buffers import Buffers, KVBlocks, RopeTables
+from worker.cpu.native.errors import NativeUnavailable
+from worker.cpu.native.program import Recorder
+from worker.cpu.native.records import KEY_LANES, Model, address, native
+from worker.cpu.native.step import CapturedStep
+from worker.cpu.native.weights import Weights, load_weights
+from worker.executor import StepOutputs
+from worker.inputs import StepInputs
+from worker.loader.model import ModelFiles
+
+
+class NativeExecutor:
+    """Fills worker.executor.Executor."""
+
+    def __init__(self, config: WorkerConfig, files: ModelFiles, num_blocks: int, weights: Weights) -> None:
+        model, self.threads = files.config, config.resolved_threads
+        self.weights = weights
+        self.formats = sorted({matrix.format.name for matrix in weights.matrices.values()})
+        self.cache = KVBlocks(model, num_blocks=num_blocks, block_size=config.block_size)
+        self.buffers = Buffers(
+            model,
+            tokens=config.max_step_tokens,
+            largest_input=max(matrix.k for matrix in weights.matrices.values()),
+        )
+        self.rope = RopeTables(model, min(model.max_position_embeddings, num_blocks * config.block_size))
+        program = Recorder(model, weights, self.buffers, self.cache)
+        record = Model(
+            heads=model.num_heads,
+            kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            padded_dim=self.cache.padded_dim,
+            block_size=config.block_size,
+            window=model.sliding_window or 0,
+            hidden=model.hidden_size,
+            vocab=model.vocab_size,
+            head_rows=self.buffers.head_rows,
+            threads=self.threads,
+            cosines=address(self.rope.cosines),
+            sines=address(self.rope.sines),
+            activations=self.buffers.activations,
+            hidden_states=address(self.buffers.hidden),
+            logits=address(self.buffers.logits),
+        )
+        self.step = CapturedStep(
+            record, program.forward, program.head, max_tokens=config.max_step_tokens, max_rows=config.max_rows
+        )
+
+    @classmethod
+    def load(cls, config: WorkerConfig, files: ModelFiles, num_blocks: int) -> NativeExecutor:
+        """Builds the library if need be and reads the weights. NativeUnavailable says why it cannot be used."""
+        check_settings(config)
+        native()
+        weights = load_weights(files, expand=config.dtype == "float32", threads=config.resolved_threads)
+        return cls(config, files, num_blocks, weights)
+
+    @property
+    def device(self) -> str:
+        """For people: which device, with what."""
+        return f"cpu (native avx2, {self.threads} threads, {'+'.join(self.formats).lower()} weights)"
+
+    def copy_blocks(self, sources: Int32, targets: Int32) -> None:
+        """Copies whole KV blocks in every layer."""
+        self.cache.copy(sources, targets)
+
+    def run(self, inputs: StepInputs) -> StepOutputs:
+        """One forward pass, then sampling."""
+        return self.step.launch(inputs)
+
+
+def check_settings(config: WorkerConfig) -> None:
+    """NativeUnavailable for settings that only the torch engine serves."""
+    if config.dtype == "bfloat16":
+        raise NativeUnavailable("--dtype bfloat16 is served by the torch engine")
+    if config.block_size % KEY_LANES:
+        raise NativeUnavailable(f"--block-size {config.block_size} is not a multiple of {KEY_LANES}")

@@ -1,0 +1,180 @@
+"""The native library's records, field by field as in src/types.h, and its functions."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum, IntFlag
+from functools import cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from worker.cpu.native.build import library
+
+BLOCK = 32
+"""Values of one quantised block."""
+KEY_LANES = 16
+"""Positions that stand beside each other in the KV blocks' keys."""
+
+
+class Kind(IntEnum):
+    """Operations of a program."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    ROPE = 3
+    ATTENTION = 4
+    GATE = 5
+    QUANTISE = 6
+
+
+class Flag(IntFlag):
+    """How an operation runs."""
+
+    NONE = 0
+    WAIT = 1
+    ADD = 2
+    TO_BLOCKS = 4
+
+
+class Format(IntEnum):
+    """Weights as stored, by the loader's names."""
+
+    F32 = 0
+    F16 = 1
+    BF16 = 2
+    Q8_0 = 3
+    Q4_0 = 4
+    Q4_1 = 5
+
+    @property
+    def quantised(self) -> bool:
+        """True for formats of blocks, whose activations are quantised too."""
+        return self >= Format.Q8_0
+
+
+class Op(Structure):
+    """One operation."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "flags", "format", "n", "k", "in_stride", "out_stride")),
+        ("epsilon", c_float),
+        *((name, c_void_p) for name in ("weights", "vector", "vector_2", "in_", "out", "keys", "values")),
+    )
+
+
+class Activations(Structure):
+    """Quantised activations of a step."""
+
+    _fields_ = (("values", c_void_p), ("scales", c_void_p), ("sums", c_void_p))
+
+
+class Model(Structure):
+    """What all operations of a model share."""
+
+    _fields_ = (
+        *(
+            (name, c_int32)
+            for name in (
+                "heads",
+                "kv_heads",
+                "head_dim",
+                "padded_dim",
+                "block_size",
+                "window",
+                "hidden",
+                "vocab",
+                "head_rows",
+                "threads",
+            )
+        ),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("activations", Activations),
+        ("hidden_states", c_void_p),
+        ("logits", c_void_p),
+    )
+
+
+ADJUSTMENT = np.dtype(
+    [
+        *(
+            (f"{name}_{end}", np.int32)
+            for name in ("bias", "allowed", "banned", "known", "output")
+            for end in ("begin", "end")
+        ),
+        *((name, np.float32) for name in ("repetition", "presence", "frequency")),
+    ]
+)
+"""Changes to one sampled row's logits."""
+
+
+class Step(Structure):
+    """Inputs and results of one step."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("tokens", "rows", "samples", "scores", "table_width", "num_top")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "ids",
+                "positions",
+                "slots",
+                "offsets",
+                "tables",
+                "sources",
+                "targets",
+                "seeds",
+                "sample_positions",
+                "temperatures",
+                "top_k",
+                "top_p",
+                "min_p",
+                "wants_score",
+                "adjustment_of",
+                "adjustments",
+                "bias_ids",
+                "bias_values",
+                "allowed_ids",
+                "banned_ids",
+                "known_ids",
+                "output_ids",
+                "output_counts",
+                "token_finite",
+                "logits_finite",
+                "sampled",
+                "score_values",
+                "score_ranks",
+                "top_ids",
+                "top_values",
+            )
+        ),
+    )
+
+
+@cache
+def native() -> ctypes.CDLL:
+    """The loaded library; NativeUnavailable says why there is none. Calls give up the interpreter's lock."""
+    loaded = ctypes.CDLL(str(library()))
+    for name, result, arguments in (
+        ("sb_open", c_void_p, (POINTER(Model), POINTER(Op), c_int32, POINTER(Op), c_int32)),
+        ("sb_close", None, (c_void_p,)),
+        ("sb_run", None, (c_void_p, POINTER(Step))),
+        ("sb_linear", None, (c_void_p, POINTER(Op), c_int32)),
+        ("sb_quantise", None, (c_void_p, c_int32, c_int32, POINTER(Activations))),
+        ("sb_packed_bytes", c_int64, (c_int32, c_int32, c_int32)),
+        ("sb_pack", None, (c_int32, c_void_p, c_int32, c_int32, c_void_p)),
+    ):
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+def address(array: NDArray[np.generic] | None, offset: int = 0) -> int | None:
+    """Where a contiguous array's element `offset` lies; None for no array."""
+    if array is None:
+        return None
+    assert array.flags.c_contiguous
+    return int(array.__array_interface__["data"][0]) + offset * array.itemsize

@@ -1,0 +1,135 @@
+#include "elementwise.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "formats.h"
+#include "kv.h"
+#include "simd.h"
+
+namespace signalbox {
+
+namespace {
+
+// Sum of squares: lanes first, then over the lanes, then what is left over.
+float squares(const float* x, int count) {
+  __m256 sum = _mm256_setzero_ps();
+  int i = 0;
+  for (; i + LANES <= count; i += LANES) {
+    const __m256 v = _mm256_loadu_ps(x + i);
+    sum = _mm256_fmadd_ps(v, v, sum);
+  }
+  float total = sum_lanes(sum);
+  for (; i < count; ++i) total += x[i] * x[i];
+  return total;
+}
+
+void normalise(const float* x, const float* weight, int count, float epsilon, float* out) {
+  const float scale = 1.0f / std::sqrt(squares(x, count) / static_cast<float>(count) + epsilon);
+  for (int i = 0; i < count; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+// Block `block`, 32 values. A block that holds NaN or infinity gets a scale of NaN, so that no output of it is finite.
+void quantise_block(const float* x, int8_t* values, float& scale, float& sum) {
+  __m256 v[4], largest = _mm256_setzero_ps(), bad = _mm256_setzero_ps();
+  for (int i = 0; i < 4; ++i) {
+    v[i] = _mm256_loadu_ps(x + LANES * i);
+    largest = _mm256_max_ps(largest, absolute(v[i]));
+    bad = _mm256_or_ps(bad, not_finite(v[i]));
+  }
+  const float peak = max_lanes(largest);
+  const __m256 inverse = _mm256_set1_ps(peak > 0.0f ? 127.0f / peak : 0.0f);
+  __m256i q[4];
+  for (int i = 0; i < 4; ++i) {
+    // A peak so small that 127 / peak is infinite makes infinities of it; the bounds hold the bytes.
+    const __m256 scaled = _mm256_mul_ps(v[i], inverse);
+    q[i] = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), scaled)));
+  }
+  const __m256i total = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1));
+  // Packing works within 128-bit halves; the permutation puts the groups of four back in order.
+  const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), _mm256_permutevar8x32_epi32(bytes, order));
+  scale = _mm256_movemask_ps(bad) ? std::numeric_limits<float>::quiet_NaN() : peak / 127.0f;
+  sum = scale * static_cast<float>(_mm_cvtsi128_si32(half));
+}
+
+void quantise_blocks(const float* x, int first, int last, const Activations& out, int tokens, int token) {
+  for (int block = first; block < last; ++block, x += BLOCK) {
+    const size_t at = static_cast<size_t>(block) * tokens + token;
+    quantise_block(x, out.values + at * BLOCK, out.scales[at], out.sums[at]);
+  }
+}
+
+}  // namespace
+
+void quantise_row(const float* x, int k, const Activations& out, int tokens, int token) {
+  quantise_blocks(x, 0, k / BLOCK, out, tokens, token);
+}
+
+void embed(const Op& op, const Step& step, int token) {
+  const size_t row = static_cast<size_t>(step.ids[token]) * stored_row_bytes(op.format, op.n);
+  decode_row(op.format, static_cast<const uint8_t*>(op.weights) + row, op.n,
+             op.out + static_cast<size_t>(token) * op.out_stride);
+}
+
+void norm(const Op& op, const Activations& blocks, int tokens, int token, int source) {
+  const float* x = op.in + static_cast<size_t>(source) * op.in_stride;
+  float* out = op.out + static_cast<size_t>(token) * op.out_stride;
+  normalise(x, op.vector, op.k, op.epsilon, out);
+  if (op.flags & TO_BLOCKS) quantise_row(out, op.k, blocks, tokens, token);
+}
+
+void gate(const Op& op, const Activations& blocks, int tokens, int token, int first, int last) {
+  const float* gates = op.in + static_cast<size_t>(token) * op.in_stride;
+  const float* ups = gates + op.k;
+  float* out = op.out + static_cast<size_t>(token) * op.out_stride;
+  int i = first;
+  for (; i + LANES <= last; i += LANES) {
+    const __m256 x = _mm256_loadu_ps(gates + i);
+    const __m256 decay = exp8(_mm256_sub_ps(_mm256_setzero_ps(), x));
+    const __m256 silu = _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), decay));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(silu, _mm256_loadu_ps(ups + i)));
+  }
+  for (; i < last; ++i) out[i] = gates[i] / (1.0f + exp1(-gates[i])) * ups[i];
+  if (op.flags & TO_BLOCKS) quantise_blocks(out + first, first / BLOCK, last / BLOCK, blocks, tokens, token);
+}
+
+void rope(const Op& op, const Model& model, const Step& step, int token) {
+  const int dim = model.head_dim, half = dim / 2, heads = model.heads, kv_heads = model.kv_heads;
+  const size_t position = step.positions[token];
+  const float *cosine = model.cosines + position * half, *sine = model.sines + position * half;
+  float* line = op.out + static_cast<size_t>(token) * op.out_stride;
+  const KVSlot slot(model, step.slots[token]);
+  for (int head = 0; head < heads + kv_heads; ++head) {
+    float* x = line + head * dim;
+    const float* weight = head < heads ? op.vector : op.vector_2;
+    if (weight) normalise(x, weight, dim, op.epsilon, x);
+    for (int i = 0; i < half; ++i) {
+      const float a = x[i], b = x[i + half];
+      x[i] = a * cosine[i] - b * sine[i];
+      x[i + half] = b * cosine[i] + a * sine[i];
+    }
+  }
+  const float *keys = line + heads * dim, *values = keys + kv_heads * dim;
+  for (int head = 0; head < kv_heads; ++head, keys += dim, values += dim) {
+    float* key = op.keys + slot.key(head);
+    for (int i = 0; i < dim; ++i) key[i * KEY_LANES] = keys[i];
+    std::copy(values, values + dim, op.values + slot.value(head));
+  }
+}
+
+bool all_finite(const float* x, int count) {
+  __m256 bad = _mm256_setzero_ps();
+  int i = 0;
+  for (; i + LANES <= count; i += LANES) bad = _mm256_or_ps(bad, not_finite(_mm256_loadu_ps(x + i)));
+  bool good = _mm256_movemask_ps(bad) == 0;
+  for (; i < count; ++i) good = good && std::isfinite(x[i]);
+  return good;
+}
+
+}  // namespace signalbox

@@ -1,0 +1,15 @@
+// out[t] (+)= weights · in[t] + bias, for every token t.
+//
+// Batch invariance: an output is one chain of multiply-adds over the columns (float formats) or the blocks (quantised
+// formats), in ascending order. How many tokens stand beside it, and which thread works, changes nothing.
+#pragma once
+
+#include "types.h"
+
+namespace signalbox {
+
+// Panels [first, last) of the map.
+void linear_float(const Op& op, int tokens, int first, int last);
+void linear_quantised(const Op& op, const Activations& in, int tokens, int first, int last);
+
+}  // namespace signalbox
