@@ -192,6 +192,7 @@ class EngineClient:
             elif isinstance(message, Refused):
                 self._refuse(message)
             else:
+                self._note_number(header.number, header.number)
                 self._beat = message
                 self._heard = self._loop.time()
         if acks:
@@ -226,10 +227,7 @@ class EngineClient:
 
     def _frame(self, number: int, frame: TokenFrame) -> list[int]:
         """Hand the ranges to their streams; returns the handles whose end can be acknowledged."""
-        if number != self._last_frame + 1:
-            log.warning("frames lost", last=self._last_frame, number=number)
-            self._tell_all()
-        self._last_frame = number
+        self._note_number(number, number - 1)
         tokens, at = frame.tokens.tolist(), 0
         logprobs = logprobs_by_row(frame, tokens)
         ranges = zip(frame.sequences.tolist(), frame.firsts.tolist(), frame.counts.tolist(), strict=True)
@@ -241,6 +239,13 @@ class EngineClient:
                     stream.wake(choice)
             at += count
         return [end.sequence for end in frame.ends if self._end(end)]
+
+    def _note_number(self, number: int, expected: int) -> None:
+        """Frame `number` is the newest; all up to `expected` should have come in before."""
+        if self._last_frame < expected:
+            log.warning("frames lost", last=self._last_frame, number=number)
+            self._tell_all()
+        self._last_frame = number
 
     def _end(self, end: End) -> bool:
         """Whether the end is known now, so that the scheduler may forget the sequence."""

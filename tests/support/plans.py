@@ -40,6 +40,7 @@ class Sequence:
     reason: FinishReason = FinishReason.NONE
     logprobs: dict[int, Entry] = field(default_factory=dict)
     logprobs_from: int = 0
+    reported: int = 0  # logprobs before the last Join
 
     @property
     def output(self) -> list[int]:
@@ -87,7 +88,8 @@ class Driver:
         self._leave(sequence)
         self.give_back(sequence.blocks)
         sequence.row, sequence.computed, sequence.blocks = -1, 0, []
-        sequence.logprobs_from = len(sequence.tokens)
+        sequence.logprobs_from += len(sequence.logprobs) - sequence.reported
+        sequence.reported = len(sequence.logprobs)
         self.waiting.append(sequence)
 
     def run(self) -> None:
