@@ -142,8 +142,8 @@ struct Limits {
   double top_p, min_p;
 };
 
-// Marks which of the first `count` candidates top-k, top-p and min-p leave. False: the last one is left, and there
-// are more candidates than these, so that more of them must be put in order.
+// Marks which of the first `count` candidates top-k, top-p and min-p leave. False: there are more candidates than
+// these, and the last of these is left or top-k takes more, so that more of them must be put in order.
 bool narrow(const std::vector<Candidate>& ordered, size_t count, const Limits& limits, double whole, bool complete,
             std::vector<uint8_t>& kept) {
   double first_k = 0.0;
@@ -160,7 +160,7 @@ bool narrow(const std::vector<Candidate>& ordered, size_t count, const Limits& l
     kept[i] = in_k && in_p && weight >= limits.min_p;
     sum += weight;
   }
-  return complete || count == 0 || !kept[count - 1];
+  return complete || (count > 0 && !kept[count - 1] && limits.top_k <= static_cast<int64_t>(count));
 }
 
 int draw_narrowed(const float* x, int vocab, float best, float heat, const Limits& limits, const PhiloxKey& key,
