@@ -9,6 +9,7 @@ import numpy as np
 from proto.messages import Copy, KVGroup, StepPlan, StepResult, WorkerHello, int32
 from worker.batch import Batch
 from worker.config import WorkerConfig
+from worker.cpu.native.choice import load_executor
 from worker.executor import Executor
 from worker.inputs import build_inputs
 from worker.loader.model import ModelFiles, open_model
@@ -40,9 +41,7 @@ class Runner:
         files = open_model(config.model)
         values = {"float32": 4, "bfloat16": 2}[config.resolved_dtype]
         num_blocks = config.num_blocks(files.config.kv_bytes_per_token(values))
-        from worker.cpu.executor import CpuExecutor  # imports torch, which a bad path or setting need not wait for
-
-        return cls(config, files, CpuExecutor.load(config, files, num_blocks), num_blocks)
+        return cls(config, files, load_executor(config, files, num_blocks), num_blocks)
 
     def hello(self, worker_id: str) -> WorkerHello:
         """How this worker presents itself to a scheduler."""
@@ -104,5 +103,6 @@ class Runner:
 
     def _fingerprint(self) -> str:
         """Workers with equal fingerprints compute the same from the same blocks."""
-        facts = (self.files.fingerprint, self.config.resolved_dtype, self.config.block_size)
+        config, engine = self.config, type(self.executor).__name__
+        facts = (self.files.fingerprint, engine, config.dtype, config.block_size)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

@@ -153,7 +153,7 @@ RESERVED: dict[str, tuple[StepPlan, str]] = {
 
 def state(runner: Runner) -> dict[str, object]:
     """Everything that a plan could change."""
-    columns = vars(runner.batch) | vars(runner.batch.sampling) | {"blocks": runner.executor.cache.blocks.numpy()}
+    columns = vars(runner.batch) | vars(runner.batch.sampling) | {"blocks": np.array(runner.executor.cache.blocks)}
     del columns["sampling"]
     return {name: value.tobytes() if isinstance(value, np.ndarray) else repr(value) for name, value in columns.items()}
 

@@ -18,7 +18,7 @@ from proto.messages import Int32
 from worker.cpu.native.records import ADJUSTMENT, Model, Op, Step, address, native
 from worker.executor import Scores, StepOutputs
 from worker.inputs import StepInputs
-from worker.sampling import Adjustment, SampleInputs
+from worker.sampling import NO_TOKEN, Adjustment, SampleInputs
 
 # Columns of a step's inputs and results: name, NumPy type.
 TOKEN_COLUMNS = (("ids", np.int32), ("positions", np.int32), ("slots", np.int32), ("token_finite", np.uint8))
@@ -149,5 +149,6 @@ class CapturedStep:
         """[A]. A NaN or infinity at a token stays in its hidden state, so these stand for the KV that was written."""
         tokens = self._columns["token_finite"][: len(inputs.token_ids)] != 0
         sources = inputs.sample.tokens
-        tokens[sources] &= self._columns["logits_finite"][: len(sources)] != 0
+        found = self._columns["sampled"][: len(sources)] != NO_TOKEN
+        tokens[sources] &= (self._columns["logits_finite"][: len(sources)] != 0) & found
         return np.logical_and.reduceat(tokens, inputs.offsets[:-1])

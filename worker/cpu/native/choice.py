@@ -1,0 +1,40 @@
+"""Which engine a CPU worker runs: the native one where it can, else torch, and the log says why."""
+
+from __future__ import annotations
+
+import os
+
+import structlog
+
+from worker.config import WorkerConfig
+from worker.cpu.native.errors import NativeUnavailable
+from worker.errors import ConfigError
+from worker.executor import Executor
+from worker.loader.model import ModelFiles
+
+# auto, native or torch; for tests and for tracking down a difference.
+VARIABLE = "SIGNALBOX_CPU_ENGINE"
+
+log = structlog.get_logger()
+
+
+def load_executor(config: WorkerConfig, files: ModelFiles, num_blocks: int) -> Executor:
+    """The engine with its weights; ConfigError when the one that VARIABLE demands cannot be had.
+
+    Torch is imported only where it runs.
+    """
+    wanted = os.environ.get(VARIABLE) or "auto"
+    if wanted not in ("auto", "native", "torch"):
+        raise ConfigError(f"{VARIABLE} must be auto, native or torch, is {wanted!r}")
+    if wanted != "torch":
+        from worker.cpu.native.executor import NativeExecutor
+
+        try:
+            return NativeExecutor.load(config, files, num_blocks)
+        except NativeUnavailable as error:
+            if wanted == "native":
+                raise ConfigError(f"{VARIABLE} is native, but that engine cannot be used: {error}") from error
+            log.warning("the slow path through torch is in use", why=str(error))
+    from worker.cpu.executor import CpuExecutor
+
+    return CpuExecutor.load(config, files, num_blocks)
