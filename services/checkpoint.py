@@ -194,7 +194,7 @@ class _Reader:
                     object.__setattr__(thing, name, self.value(value))
             case _:
                 for key, value in zip(rest[0], rest[1], strict=True):
-                    dict.__setitem__(thing, self.value(key), self.value(value))
+                    thing[self.value(key)] = self.value(value)
 
 
 def _array(dtype: str, shape: list[int], used: bytes, pages: bytes, rest: bytes) -> np.ndarray:
