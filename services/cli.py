@@ -71,6 +71,7 @@ def _serve(service: str, settings: ServiceSettings) -> None:
     from services import processes, telemetry
 
     processes.follow_parent()
+    processes.end_with_any_thread()
     processes.set_title(service, settings.name)
     telemetry.configure(service, settings.log_format, settings.log_level)
     module = {

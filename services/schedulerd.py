@@ -146,14 +146,14 @@ def run(settings: SchedulerSettings) -> int:
         gc.collect()
         gc.freeze()
         try:
-            while not stop.requested:
+            while not stop.count:
                 service.step(TOUCH_INTERVAL / 2)
                 file.update(service.state.ready)
             stop.clear()
             log.info("draining", grace_seconds=settings.grace_seconds)
             service.drain()
             end = time.monotonic() + settings.grace_seconds
-            while service.due or (not service.state.idle and time.monotonic() < end):
+            while service.due or not (service.state.idle or stop.count > 1 or time.monotonic() > end):
                 service.step(min(TOUCH_INTERVAL / 2, end - time.monotonic()))
                 file.update(service.state.ready)
         finally:

@@ -164,7 +164,7 @@ def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) ->
     gc.freeze()
     service.poller.register(stop.fd, zmq.POLLIN)
     service.join(runner, settings.name)
-    while not stop.requested and not service.refused:
+    while not stop.count and not service.refused:
         service.step()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from services import status
 
-START_LIMIT = 60.0  # seconds
+START_LIMIT = 100.0  # seconds; machines that run tests are busy
 STOP_LIMIT = 20.0
 POLL = 0.02
 

