@@ -14,100 +14,79 @@ namespace signalbox {
 
 namespace {
 
-// Tokens that are worked on with one block's weights in registers, sums in the first cache.
-constexpr int TOKENS = 64;
+// One register tile: two panels of weights by four tokens.
+constexpr int PANELS = 2;
+constexpr int TILE = 4;
 // Tokens whose activations stay in the second cache while all panels pass by.
 constexpr int PASS = 256;
-// Up to so many tokens the sums stay in registers, and weights stream from memory.
-constexpr int FEW = 4;
 
 inline __m256i load(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
 
-inline __m256i broadcast4(const int8_t* values) {
+// Four columns of one token, for all eight rows.
+inline __m256i broadcast(const int8_t* values) {
   int word;
   std::memcpy(&word, values, 4);
   return _mm256_set1_epi32(word);
 }
 
-inline __m256 halves(const uint16_t* at) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+inline __m256 halves(const uint8_t* at) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at))); }
+
+// Keeps the compiler from rearranging sums of integers into trees, for which there are not enough registers.
+inline void settle(__m256i& value) { asm("" : "+x"(value)); }
+
+// Weights of 8 bits. Signs move to the activations, since a multiply-add of bytes wants one unsigned operand. A pair of
+// products is at most 2 · 128 · 127 and fits 16 bits; two pairs do not, so each is widened by itself.
+template <int P, int R>
+inline void multiply_bytes(const uint8_t* const (&weights)[P], const int8_t* in, __m256i (&total)[P][R]) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) total[p][r] = _mm256_setzero_si256();
+#pragma GCC unroll 8
+  for (int g = 0; g < 8; ++g) {
+    __m256i signs[P], sizes[P];
+    for (int p = 0; p < P; ++p) {
+      signs[p] = load(weights[p] + 32 * g);
+      sizes[p] = _mm256_abs_epi8(signs[p]);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256i x = broadcast(in + r * BLOCK + 4 * g);
+      for (int p = 0; p < P; ++p) {
+        const __m256i pairs = _mm256_maddubs_epi16(sizes[p], _mm256_sign_epi8(x, signs[p]));
+        total[p][r] = _mm256_add_epi32(total[p][r], _mm256_madd_epi16(pairs, ones));
+        settle(total[p][r]);
+      }
+    }
+  }
 }
 
-// One block of a panel: 8 rows x 32 columns, ready to be multiplied.
-template <int FORMAT>
-struct Weights;
-
-template <>
-struct Weights<Q8_0> {
-  static constexpr int BYTES = 256;
-  __m256i sizes[8];
-  const uint8_t* signs;
-  __m256 scale;
-
-  inline Weights(const uint8_t* panel, int, int block, const uint8_t* values) {
-    scale = halves(reinterpret_cast<const uint16_t*>(panel) + block * BLOCK_PANEL);
-    signs = values + static_cast<size_t>(block) * BYTES;
-    for (int g = 0; g < 8; ++g) sizes[g] = _mm256_abs_epi8(load(signs + 32 * g));
-  }
-
-  // Signs move to the activations: multiply-add of bytes wants one unsigned operand. A pair of products is at most
-  // 2 · 128 · 127 and fits 16 bits; two pairs do not, so each is widened by itself.
-  inline __m256 add(__m256 sum, const int8_t* values, float scale_in, float) const {
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i total = _mm256_setzero_si256();
-    for (int g = 0; g < 8; ++g) {
-      const __m256i in = _mm256_sign_epi8(broadcast4(values + 4 * g), load(signs + 32 * g));
-      total = _mm256_add_epi32(total, _mm256_madd_epi16(_mm256_maddubs_epi16(sizes[g], in), ones));
-    }
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), _mm256_mul_ps(scale, _mm256_set1_ps(scale_in)), sum);
-  }
-};
-
-// Weights of 4 bits are 0 to 15: a whole block's products sum up to 8 · 2 · 15 · 127 = 30480 in each 16-bit lane.
-struct Nibbles {
-  static constexpr int BYTES = 128;
-  __m256i values[8];
-  __m256 scale, offset;
-
-  inline void load_values(const uint8_t* at) {
-    const __m256i mask = _mm256_set1_epi8(15);
-    for (int g = 0; g < 4; ++g) {
-      const __m256i bytes = load(at + 32 * g);
-      values[g] = _mm256_and_si256(bytes, mask);
-      values[g + 4] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask);
+// Weights of 4 bits, 0 to 15: a whole block's products sum up to 8 · 2 · 15 · 127 = 30480 in each 16-bit lane.
+template <int P, int R>
+inline void multiply_nibbles(const uint8_t* const (&weights)[P], const int8_t* in, __m256i (&total)[P][R]) {
+  const __m256i mask = _mm256_set1_epi8(15);
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) total[p][r] = _mm256_setzero_si256();
+#pragma GCC unroll 4
+  for (int g = 0; g < 4; ++g) {
+    __m256i bytes[P], nibbles[P];
+    for (int p = 0; p < P; ++p) bytes[p] = load(weights[p] + 32 * g);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      for (int p = 0; p < P; ++p)
+        nibbles[p] = _mm256_and_si256(half ? _mm256_srli_epi16(bytes[p], 4) : bytes[p], mask);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m256i x = broadcast(in + r * BLOCK + 16 * half + 4 * g);
+        for (int p = 0; p < P; ++p) {
+          total[p][r] = _mm256_add_epi16(total[p][r], _mm256_maddubs_epi16(nibbles[p], x));
+          settle(total[p][r]);
+        }
+      }
     }
   }
-
-  inline __m256 add(__m256 sum, const int8_t* in, float scale_in, float sum_in) const {
-    __m256i even = _mm256_maddubs_epi16(values[0], broadcast4(in));
-    __m256i odd = _mm256_maddubs_epi16(values[1], broadcast4(in + 4));
-    for (int g = 2; g < 8; g += 2) {
-      even = _mm256_add_epi16(even, _mm256_maddubs_epi16(values[g], broadcast4(in + 4 * g)));
-      odd = _mm256_add_epi16(odd, _mm256_maddubs_epi16(values[g + 1], broadcast4(in + 4 * g + 4)));
-    }
-    const __m256i total = _mm256_madd_epi16(_mm256_add_epi16(even, odd), _mm256_set1_epi16(1));
-    sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), _mm256_mul_ps(scale, _mm256_set1_ps(scale_in)), sum);
-    return _mm256_fmadd_ps(offset, _mm256_set1_ps(sum_in), sum);
-  }
-};
-
-template <>
-struct Weights<Q4_0> : Nibbles {
-  inline Weights(const uint8_t* panel, int, int block, const uint8_t* at) {
-    scale = halves(reinterpret_cast<const uint16_t*>(panel) + block * BLOCK_PANEL);
-    offset = _mm256_mul_ps(scale, _mm256_set1_ps(-8.0f));
-    load_values(at + static_cast<size_t>(block) * BYTES);
-  }
-};
-
-template <>
-struct Weights<Q4_1> : Nibbles {
-  inline Weights(const uint8_t* panel, int blocks, int block, const uint8_t* at) {
-    scale = halves(reinterpret_cast<const uint16_t*>(panel) + block * BLOCK_PANEL);
-    offset = halves(reinterpret_cast<const uint16_t*>(panel) + (blocks + block) * BLOCK_PANEL);
-    load_values(at + static_cast<size_t>(block) * BYTES);
-  }
-};
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) total[p][r] = _mm256_madd_epi16(total[p][r], _mm256_set1_epi16(1));
+}
 
 inline void finish(const Op& op, __m256 sum, int row, float* out) {
   out += row;
@@ -123,69 +102,68 @@ inline void finish(const Op& op, __m256 sum, int row, float* out) {
   _mm256_maskstore_ps(out, mask, sum);
 }
 
-template <int FORMAT, int M>
-void few_tokens(const Op& op, const Activations& in, int first, int last) {
+// Panels [panel, panel + P) by tokens [token, token + R) of `tokens`.
+template <int FORMAT, int P, int R>
+void tile(const Op& op, const Activations& in, int tokens, int panel, int token) {
+  constexpr int BYTES = FORMAT == Q8_0 ? 256 : 128;
   const int blocks = op.k / BLOCK;
-  const size_t bytes = panel_bytes(FORMAT, op.k), header = scale_bytes(FORMAT, op.k);
-  for (int p = first; p < last; ++p) {
-    const uint8_t* panel = static_cast<const uint8_t*>(op.weights) + p * bytes;
-    __m256 sums[M];
-    for (int m = 0; m < M; ++m) sums[m] = _mm256_setzero_ps();
-    for (int block = 0; block < blocks; ++block) {
-      const Weights<FORMAT> weights(panel, blocks, block, panel + header);
-      for (int m = 0; m < M; ++m) {
-        const int at = block * M + m;
-        sums[m] = weights.add(sums[m], in.values + at * BLOCK, in.scales[at], in.sums[at]);
+  const size_t size = panel_bytes(FORMAT, op.k), header = scale_bytes(FORMAT, op.k);
+  const uint8_t* base = static_cast<const uint8_t*>(op.weights) + panel * size;
+  __m256 sums[P][R];
+  for (int p = 0; p < P; ++p)
+    for (int r = 0; r < R; ++r) sums[p][r] = _mm256_setzero_ps();
+  for (int block = 0; block < blocks; ++block) {
+    const uint8_t* weights[P];
+    __m256 scales[P], offsets[P];
+    for (int p = 0; p < P; ++p) {
+      const uint8_t* halves_at = base + p * size + block * BLOCK_PANEL * 2;
+      weights[p] = base + p * size + header + block * BYTES;
+      scales[p] = halves(halves_at);
+      if (FORMAT == Q4_1) offsets[p] = halves(halves_at + blocks * BLOCK_PANEL * 2);
+      if (FORMAT == Q4_0) offsets[p] = _mm256_mul_ps(scales[p], _mm256_set1_ps(-8.0f));
+    }
+    const size_t at = static_cast<size_t>(block) * tokens + token;
+    __m256i total[P][R];
+    if (FORMAT == Q8_0) {
+      multiply_bytes<P, R>(weights, in.values + at * BLOCK, total);
+    } else {
+      multiply_nibbles<P, R>(weights, in.values + at * BLOCK, total);
+    }
+    for (int r = 0; r < R; ++r) {
+      const __m256 scale = _mm256_set1_ps(in.scales[at + r]), sum = _mm256_set1_ps(in.sums[at + r]);
+      for (int p = 0; p < P; ++p) {
+        sums[p][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total[p][r]), _mm256_mul_ps(scales[p], scale), sums[p][r]);
+        if (FORMAT != Q8_0) sums[p][r] = _mm256_fmadd_ps(offsets[p], sum, sums[p][r]);
       }
     }
-    for (int m = 0; m < M; ++m) finish(op, sums[m], p * BLOCK_PANEL, op.out + static_cast<size_t>(m) * op.out_stride);
   }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p)
+      finish(op, sums[p][r], (panel + p) * BLOCK_PANEL, op.out + static_cast<size_t>(token + r) * op.out_stride);
 }
 
-template <int FORMAT>
-void many_tokens(const Op& op, const Activations& in, int tokens, int first, int last) {
-  const int blocks = op.k / BLOCK;
-  const size_t bytes = panel_bytes(FORMAT, op.k), header = scale_bytes(FORMAT, op.k);
-  alignas(32) float sums[TOKENS * LANES];
-  for (int pass = 0; pass < tokens; pass += PASS) {
-    const int pass_end = std::min(pass + PASS, tokens);
-    for (int p = first; p < last; ++p) {
-      const uint8_t* panel = static_cast<const uint8_t*>(op.weights) + p * bytes;
-      for (int start = pass; start < pass_end; start += TOKENS) {
-        const int count = std::min(TOKENS, pass_end - start);
-        std::fill(sums, sums + count * LANES, 0.0f);
-        for (int block = 0; block < blocks; ++block) {
-          const Weights<FORMAT> weights(panel, blocks, block, panel + header);
-          const size_t at = static_cast<size_t>(block) * tokens + start;
-          const int8_t* values = in.values + at * BLOCK;
-          for (int m = 0; m < count; ++m) {
-            float* sum = sums + m * LANES;
-            const __m256 before = _mm256_load_ps(sum);
-            _mm256_store_ps(sum, weights.add(before, values + m * BLOCK, in.scales[at + m], in.sums[at + m]));
-          }
-        }
-        for (int m = 0; m < count; ++m)
-          finish(op, _mm256_load_ps(sums + m * LANES), p * BLOCK_PANEL,
-                 op.out + static_cast<size_t>(start + m) * op.out_stride);
-      }
-    }
+template <int FORMAT, int P>
+void tiles(const Op& op, const Activations& in, int tokens, int panel, int first, int last) {
+  int token = first;
+  for (; token + TILE <= last; token += TILE) tile<FORMAT, P, TILE>(op, in, tokens, panel, token);
+  static_assert(TILE == 4, "the cases below");
+  switch (last - token) {
+    case 1:
+      return tile<FORMAT, P, 1>(op, in, tokens, panel, token);
+    case 2:
+      return tile<FORMAT, P, 2>(op, in, tokens, panel, token);
+    case 3:
+      return tile<FORMAT, P, 3>(op, in, tokens, panel, token);
   }
 }
 
 template <int FORMAT>
 void run(const Op& op, const Activations& in, int tokens, int first, int last) {
-  static_assert(FEW == 4, "the cases below");
-  switch (tokens) {
-    case 1:
-      return few_tokens<FORMAT, 1>(op, in, first, last);
-    case 2:
-      return few_tokens<FORMAT, 2>(op, in, first, last);
-    case 3:
-      return few_tokens<FORMAT, 3>(op, in, first, last);
-    case 4:
-      return few_tokens<FORMAT, 4>(op, in, first, last);
-    default:
-      return many_tokens<FORMAT>(op, in, tokens, first, last);
+  for (int pass = 0; pass < tokens; pass += PASS) {
+    const int pass_end = std::min(pass + PASS, tokens);
+    int panel = first;
+    for (; panel + PANELS <= last; panel += PANELS) tiles<FORMAT, PANELS>(op, in, tokens, panel, pass, pass_end);
+    for (; panel < last; ++panel) tiles<FORMAT, 1>(op, in, tokens, panel, pass, pass_end);
   }
 }
 
