@@ -5,6 +5,9 @@ Legend: T most tokens of a step, H hidden size, N query heads, K key and value h
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import numpy as np
 
 from proto.messages import Float32, Int32
@@ -53,12 +56,14 @@ class KVBlocks:
     """blocks[2 · layers, num_blocks, K · block_size · padded dimension]: keys at 2 · layer, values after them.
 
     src/kv.h says how a block is laid out. Memory that was never written takes no pages, and holds anything.
+    Large pages, where the kernel has them: a step reads from all over the pool.
     """
 
     def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int) -> None:
         self.padded_dim = -(-config.head_dim // KEY_LANES) * KEY_LANES
         size = config.num_kv_heads * block_size * self.padded_dim
-        self.blocks = np.empty((2 * config.num_layers, num_blocks, size), np.float32)
+        shape = (2 * config.num_layers, num_blocks, size)
+        self.blocks = np.frombuffer(large_pages(math.prod(shape) * 4), np.float32).reshape(shape)
 
     def layer(self, index: int) -> tuple[int, int]:
         """Addresses of one layer's keys and values."""
@@ -70,3 +75,10 @@ class KVBlocks:
     def copy(self, sources: Int32, targets: Int32) -> None:
         """Copies whole blocks in every layer."""
         self.blocks[:, targets] = self.blocks[:, sources]
+
+
+def large_pages(size: int) -> mmap.mmap:
+    """Memory of at least one byte, zero until it is written."""
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proto.messages import Float32
+from worker.cpu.native.buffers import large_pages
 from worker.cpu.native.records import Format, address, native
 from worker.loader.cache import cache_folder, locked
 from worker.loader.errors import ModelError
@@ -146,7 +147,5 @@ def _mapped(file: Path) -> Bytes:
 
 
 def _zeros(size: int) -> Bytes:
-    """Zeros on large pages where the kernel has them: weights are read from end to end at every step."""
-    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)[:size]
+    """Zeros on large pages: weights are read from end to end at every step."""
+    return np.frombuffer(large_pages(size), np.uint8)[:size]

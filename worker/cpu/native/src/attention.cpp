@@ -26,45 +26,58 @@ int tokens_per_item(const Model& model) { return std::max(1, QUERY_ROWS / heads_
 
 int rows_per_item(const Model& model) { return tokens_per_item(model) * heads_per_key(model); }
 
-// scores[r][0..15] = queries[r] · keys, one chain over the dimensions. keys: [dim][16].
-template <int R>
-inline void score_tile(const float* queries, int dim, const float* keys, float* scores) {
-  __m256 low[R], high[R];
-  for (int r = 0; r < R; ++r) low[r] = high[r] = _mm256_setzero_ps();
+// Groups of 16 keys, or of 16 dimensions, in one register tile: twelve sums keep the multipliers busy.
+constexpr int width_of(int rows) { return rows <= ROWS / 2 ? 2 : 1; }
+
+// scores[r][16 w ..] = queries[r] · keys[w], one chain over the dimensions. keys[w]: [dim][16].
+template <int R, int W>
+inline void score_tile(const float* queries, int dim, const float* const (&keys)[W], float* scores) {
+  __m256 low[R][W], high[R][W];
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W; ++w) low[r][w] = high[r][w] = _mm256_setzero_ps();
   for (int d = 0; d < dim; ++d) {
-    const __m256 first = _mm256_loadu_ps(keys + d * KEY_LANES), second = _mm256_loadu_ps(keys + d * KEY_LANES + LANES);
+    __m256 first[W], second[W];
+    for (int w = 0; w < W; ++w) {
+      first[w] = _mm256_loadu_ps(keys[w] + d * KEY_LANES);
+      second[w] = _mm256_loadu_ps(keys[w] + d * KEY_LANES + LANES);
+    }
     for (int r = 0; r < R; ++r) {
       const __m256 q = _mm256_broadcast_ss(queries + r * dim + d);
-      low[r] = _mm256_fmadd_ps(first, q, low[r]);
-      high[r] = _mm256_fmadd_ps(second, q, high[r]);
+      for (int w = 0; w < W; ++w) {
+        low[r][w] = _mm256_fmadd_ps(first[w], q, low[r][w]);
+        high[r][w] = _mm256_fmadd_ps(second[w], q, high[r][w]);
+      }
     }
   }
   for (int r = 0; r < R; ++r) {
-    _mm256_storeu_ps(scores + r * TILE_KEYS, low[r]);
-    _mm256_storeu_ps(scores + r * TILE_KEYS + LANES, high[r]);
+    for (int w = 0; w < W; ++w) {
+      _mm256_storeu_ps(scores + r * TILE_KEYS + w * KEY_LANES, low[r][w]);
+      _mm256_storeu_ps(scores + r * TILE_KEYS + w * KEY_LANES + LANES, high[r][w]);
+    }
   }
 }
 
-// sums[r][0..15] += sum over keys of weights[r][key] · values[key], one chain over the keys.
-template <int R>
+// sums[r][0..16 W] += sum over keys of weights[r][key] · values[key], one chain over the keys.
+template <int R, int W>
 inline void mix_tile(const float* weights, int keys, const float* values, int stride, float* sums) {
-  __m256 low[R], high[R];
-  for (int r = 0; r < R; ++r) {
-    low[r] = _mm256_loadu_ps(sums + r * stride);
-    high[r] = _mm256_loadu_ps(sums + r * stride + LANES);
-  }
+  __m256 sum[R][2 * W];
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < 2 * W; ++w) sum[r][w] = _mm256_loadu_ps(sums + r * stride + w * LANES);
   for (int key = 0; key < keys; ++key, values += stride) {
-    const __m256 first = _mm256_loadu_ps(values), second = _mm256_loadu_ps(values + LANES);
+    __m256 value[2 * W];
+    for (int w = 0; w < 2 * W; ++w) value[w] = _mm256_loadu_ps(values + w * LANES);
     for (int r = 0; r < R; ++r) {
-      const __m256 w = _mm256_broadcast_ss(weights + r * TILE_KEYS + key);
-      low[r] = _mm256_fmadd_ps(first, w, low[r]);
-      high[r] = _mm256_fmadd_ps(second, w, high[r]);
+      const __m256 weight = _mm256_broadcast_ss(weights + r * TILE_KEYS + key);
+      for (int w = 0; w < 2 * W; ++w) sum[r][w] = _mm256_fmadd_ps(value[w], weight, sum[r][w]);
     }
   }
-  for (int r = 0; r < R; ++r) {
-    _mm256_storeu_ps(sums + r * stride, low[r]);
-    _mm256_storeu_ps(sums + r * stride + LANES, high[r]);
-  }
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < 2 * W; ++w) _mm256_storeu_ps(sums + r * stride + w * LANES, sum[r][w]);
+}
+
+// Asks for the first lines of memory that is read soon; the processor goes on by itself.
+inline void expect(const float* at) {
+  for (int line = 0; line < 8; ++line) _mm_prefetch(reinterpret_cast<const char*>(at + line * 16), _MM_HINT_T0);
 }
 
 // Calls body with the number of rows as a compile-time constant, for `count` rows in groups of up to six.
@@ -118,14 +131,31 @@ struct Task {
     }
   }
 
+  const float* keys_of(int key) const { return op.keys + KVSlot(model, slot_of(key)).key(item.head); }
+
+  const float* values_of(int key) const { return op.values + KVSlot(model, slot_of(key)).value(item.head); }
+
+  // Scores of all keys of [from, to), and of some beside them that nobody sees.
   void compute_scores(int from, int to) const {
-    for (int key = from / KEY_LANES * KEY_LANES; key < to; key += KEY_LANES) {
-      const float* keys = op.keys + KVSlot(model, slot_of(key)).key(item.head);
-      float* scores = s.scores + key % TILE_KEYS;
-      by_rows(rows, [&](auto count, int row) {
-        score_tile<count>(s.queries + row * dim, dim, keys, scores + row * TILE_KEYS);
-      });
-    }
+    const float* keys[TILE_KEYS / KEY_LANES];
+    int groups = 0;
+    const int start = from / KEY_LANES * KEY_LANES;
+    for (int key = start; key < to; key += KEY_LANES) keys[groups++] = keys_of(key);
+    if (to < end) expect(keys_of(to));
+    by_rows(rows, [&](auto count, int row) {
+      const float* queries = s.queries + row * dim;
+      float* scores = s.scores + row * TILE_KEYS + start % TILE_KEYS;
+      int group = 0;
+      for (; width_of(count) == 2 && group + 2 <= groups; group += 2) {
+        const float* pair[2] = {keys[group], keys[group + 1]};
+        score_tile<count, width_of(count)>(queries, dim, reinterpret_cast<const float* const(&)[width_of(count)]>(pair),
+                                           scores + group * KEY_LANES);
+      }
+      for (; group < groups; ++group) {
+        const float* one[1] = {keys[group]};
+        score_tile<count, 1>(queries, dim, one, scores + group * KEY_LANES);
+      }
+    });
   }
 
   // Scores of keys [tile, tile + 64) become weights; lanes that a query does not see are selected away.
@@ -170,13 +200,16 @@ struct Task {
   void mix_values(int tile, int from, int to) const {
     for (int key = from; key < to;) {
       const int next = std::min((key / model.block_size + 1) * model.block_size, to);
-      const float* values = op.values + KVSlot(model, slot_of(key)).value(item.head);
-      for (int d = 0; d < padded; d += 2 * LANES) {
-        by_rows(rows, [&](auto count, int row) {
-          mix_tile<count>(s.scores + row * TILE_KEYS + key - tile, next - key, values + d, padded,
-                          s.part + row * padded + d);
-        });
-      }
+      const float* values = values_of(key);
+      if (next < end) expect(values_of(next));
+      by_rows(rows, [&](auto count, int row) {
+        const float* weights = s.scores + row * TILE_KEYS + key - tile;
+        float* sums = s.part + row * padded;
+        int d = 0;
+        for (constexpr int step = width_of(count) * KEY_LANES; d + step <= padded; d += step)
+          mix_tile<count, width_of(count)>(weights, next - key, values + d, padded, sums + d);
+        for (; d < padded; d += KEY_LANES) mix_tile<count, 1>(weights, next - key, values + d, padded, sums + d);
+      });
       key = next;
     }
   }
