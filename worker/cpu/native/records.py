@@ -166,6 +166,8 @@ def native() -> ctypes.CDLL:
         ("sb_quantise", None, (c_void_p, c_int32, c_int32, POINTER(Activations))),
         ("sb_packed_bytes", c_int64, (c_int32, c_int32, c_int32)),
         ("sb_pack", None, (c_int32, c_void_p, c_int32, c_int32, c_void_p)),
+        ("sb_probe_read", None, (c_int32, c_void_p, c_int64)),
+        ("sb_probe_multiply", None, (c_int32, c_int64)),
     ):
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments
