@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from proto.codec import encode
-from proto.messages import Add, SamplingParams, SequenceStart, int32
+from proto.messages import Add, FinishReason, SamplingParams, SequenceStart, int32
 from scheduler.config import SchedulerConfig
 from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected
 from services.bench.simulated_worker import WorkerModel
@@ -53,7 +53,10 @@ class Recorder:
 
 
 def requests_of(workload: WorkloadConfig) -> list[RequestRecord]:
-    """The requests of a workload; every third has a prompt that another one begins with, every fifth two choices."""
+    """The requests of a workload; every third has a prompt that another one begins with, every fifth two choices.
+
+    Every fourth ends by its limit, the others by a stop id or for another reason.
+    """
     rng = np.random.Generator(np.random.Philox(workload.seed + 1))
     shared = rng.integers(1, 1000, 4096)
     made = []
@@ -64,7 +67,7 @@ def requests_of(workload: WorkloadConfig) -> list[RequestRecord]:
             request_id=f"request-{number}",
             prompt_ids=int32(prompt),
             params=SamplingParams(eos_ids=(0,)),
-            max_length=request.num_prompt + 100,
+            max_length=request.num_prompt + (request.num_output if number % 4 == 0 else 100),
             sequences=tuple(
                 SequenceStart(sequence=handle, seed=handle, output_ids=int32(), delivered=request.num_prompt)
                 for handle in handles
@@ -72,8 +75,9 @@ def requests_of(workload: WorkloadConfig) -> list[RequestRecord]:
         )
         record = RequestRecord("frontend", add, request.arrival)
         for start in add.sequences:
-            outputs = [*rng.integers(1, 1000, request.num_output - 1).tolist(), 0]
-            record.sequences.append(SequenceRecord(record, start, outputs))
+            outputs = rng.integers(1, 1000, request.num_output).tolist()
+            end = FinishReason.LENGTH if number % 4 == 0 else FinishReason.STOP
+            record.sequences.append(SequenceRecord(record, start, outputs, end=end))
         made.append(record)
     return made
 
