@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -92,3 +93,19 @@ def record_run(
     simulation.run()
     recorder.log.close("the simulation is over")
     return recorder
+
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "simulated_run.events"
+GOLDEN_SCENARIO = replace(SCENARIO, worker=replace(SCENARIO.worker, num_blocks=24), workers=2)
+GOLDEN_WORKLOAD = replace(WORKLOAD, rate=30.0)
+
+
+def main() -> None:
+    """Record the golden log anew: `python -m tests.support.recorded_runs`."""
+    GOLDEN.unlink(missing_ok=True)
+    recorder = record_run(GOLDEN, GOLDEN_WORKLOAD, GOLDEN_SCENARIO)
+    print(f"{GOLDEN}: {recorder.log.steps} steps, {GOLDEN.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()
