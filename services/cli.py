@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from services import offline_cli
 from services.options import takes
 from services.settings import (
     DEFAULT_MODEL,
@@ -31,6 +32,7 @@ models_app = typer.Typer(help="The model store.", no_args_is_help=True, **PLAIN)
 bench_app = typer.Typer(help="Measurements.", no_args_is_help=True, **PLAIN)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
+offline_cli.register(app)
 
 OUR_PACKAGES = ("proto", "kvpool", "scheduler", "worker", "services")
 

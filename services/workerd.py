@@ -171,8 +171,8 @@ def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) ->
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM. Returns the exit code; SettingsError when the scheduler sends this worker away."""
     run_dir = RunDir.prepare(settings.run_dir)
-    status_file = StatusFile(run_dir, "worker", settings.name)
     with StopSignal() as stop:
+        status_file = StatusFile(run_dir, "worker", settings.name)
         service = WorkerService(run_dir, status_file)
         service.control.start()
         try:

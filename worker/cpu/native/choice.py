@@ -35,6 +35,9 @@ def load_executor(config: WorkerConfig, files: ModelFiles, num_blocks: int) -> E
             if wanted == "native":
                 raise ConfigError(f"{VARIABLE} is native, but that engine cannot be used: {error}") from error
             log.warning("the slow path through torch is in use", why=str(error))
+    # Read once, when torch is loaded. Threads that spin at the end of each operation starve the other processes
+    # of the machine, and then each other: on two busy cores a step took four times the CPU time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from worker.cpu.executor import CpuExecutor
 
     return CpuExecutor.load(config, files, num_blocks)
