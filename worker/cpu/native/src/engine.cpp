@@ -1,7 +1,6 @@
 // Runs recorded programs. A step is one call: the forward part over all tokens, then for the tokens whose logits count
 // the head part, a few rows at a time, each followed by sampling.
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <vector>
 
@@ -16,14 +15,10 @@ namespace signalbox {
 
 namespace {
 
-// Pieces of work for each thread and operation: threads take them as they come, since cores may be shared.
+// Pieces of a linear map for each thread.
 constexpr int PIECES = 4;
 // Columns of one piece of a gate: whole blocks.
 constexpr int GATE_COLUMNS = 256;
-
-struct alignas(64) Counter {
-  std::atomic<int> next{0};
-};
 
 }  // namespace
 
@@ -33,7 +28,6 @@ class Engine {
       : model_(model),
         forward_(forward, forward + forward_count),
         head_(head, head + head_count),
-        counters_(new Counter[forward_count + head_count + 2]),
         samplers_(model.threads),
         pool_(model.threads) {
     for (int thread = 0; thread < model.threads; ++thread) attentions_.emplace_back(model);
@@ -41,91 +35,116 @@ class Engine {
 
   void run(const Step& step) {
     items_ = attention_items(model_, step);
-    reset(0, forward_.size() + 1);
-    pool_.run([&](int thread) { work(step, thread); });
+    const int rows = step.samples + step.scores;
+    const size_t rounds = (rows + model_.head_rows - 1) / model_.head_rows;
+    reserve(forward_.size() + 1 + rounds * (head_.size() + 1));
+    Work* work = prepare(works_.get(), forward_, step.tokens);
+    (work++)->reset(step.tokens);
+    for (int first = 0; first < rows; first += model_.head_rows) {
+      const int count = std::min(model_.head_rows, rows - first);
+      work = prepare(work, head_, count);
+      (work++)->reset(count);
+    }
+    pool_.run([&](int thread) { take_part(step, thread); });
   }
 
   void linear_only(const Op& op, int tokens) {
-    reset(0, 1);
-    pool_.run([&](int) { linear(op, tokens, counters_[0]); });
+    reserve(1);
+    works_[0].reset(pieces(op, tokens));
+    pool_.run([&](int) { linear(op, tokens, works_[0]); });
   }
 
  private:
-  void reset(size_t first, size_t last) {
-    for (size_t i = first; i < last; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+  void reserve(size_t count) {
+    if (count <= reserved_) return;
+    works_.reset(new Work[count]);
+    reserved_ = count;
   }
 
-  void work(const Step& step, int thread) {
-    for (size_t i = 0; i < forward_.size(); ++i) {
-      if (forward_[i].flags & WAIT) pool_.barrier();
-      execute(forward_[i], step, step.tokens, nullptr, counters_[i], thread);
+  Work* prepare(Work* work, const std::vector<Op>& ops, int tokens) const {
+    for (const Op& op : ops) (work++)->reset(pieces(op, tokens));
+    return work;
+  }
+
+  int pieces(const Op& op, int tokens) const {
+    switch (op.kind) {
+      case LINEAR:
+        return std::min(num_panels(op.format, op.n), PIECES * model_.threads);
+      case ATTENTION:
+        return static_cast<int>(items_.size());
+      case GATE:
+        return tokens * gate_pieces(op);
+      default:
+        return tokens;
     }
-    pool_.barrier();
-    share(counters_[forward_.size()], step.tokens, [&](int token) {
+  }
+
+  static int gate_pieces(const Op& op) { return (op.k + GATE_COLUMNS - 1) / GATE_COLUMNS; }
+
+  // One thread's way through a step: it helps with every operation that is not complete.
+  void take_part(const Step& step, int thread) {
+    Work* work = works_.get();
+    Work* waited = work;  // all before it are complete
+    const auto settle = [&] {
+      for (; waited != work; ++waited) waited->wait();
+    };
+    const auto play = [&](const std::vector<Op>& ops, int tokens, const int32_t* sources) {
+      for (const Op& op : ops) {
+        if (op.flags & WAIT) settle();
+        execute(op, step, tokens, sources, *work++, thread);
+      }
+      settle();
+    };
+    play(forward_, step.tokens, nullptr);
+    (work++)->share([&](int token) {
       const float* state = model_.hidden_states + static_cast<size_t>(token) * model_.hidden;
       step.token_finite[token] = all_finite(state, model_.hidden);
     });
-    const size_t base = forward_.size() + 1;
     const int rows = step.samples + step.scores;
     for (int first = 0; first < rows; first += model_.head_rows) {
+      settle();
       const int count = std::min(model_.head_rows, rows - first);
-      pool_.barrier();
-      if (thread == 0) reset(base, base + head_.size() + 1);
-      pool_.barrier();
-      for (size_t i = 0; i < head_.size(); ++i) {
-        if (head_[i].flags & WAIT) pool_.barrier();
-        execute(head_[i], step, count, step.sources + first, counters_[base + i], thread);
-      }
-      pool_.barrier();
-      share(counters_[base + head_.size()], count, [&](int row) {
+      play(head_, count, step.sources + first);
+      (work++)->share([&](int row) {
         finish_row(model_, step, first + row, model_.logits + static_cast<size_t>(row) * model_.vocab,
                    samplers_[thread]);
       });
     }
-  }
-
-  // Calls body for each index below `count` that this thread gets.
-  template <typename Body>
-  static void share(Counter& counter, int count, const Body& body) {
-    for (int i; (i = counter.next.fetch_add(1, std::memory_order_relaxed)) < count;) body(i);
+    settle();
   }
 
   // sources: for a norm of chosen tokens, which; null for all tokens in order.
-  void execute(const Op& op, const Step& step, int tokens, const int32_t* sources, Counter& counter, int thread) {
+  void execute(const Op& op, const Step& step, int tokens, const int32_t* sources, Work& work, int thread) {
     switch (op.kind) {
       case EMBED:
-        return share(counter, tokens, [&](int token) { embed(op, step, token); });
+        return work.share([&](int token) { embed(op, step, token); });
       case NORM:
-        return share(counter, tokens, [&](int token) {
-          norm(op, model_.activations, tokens, token, sources ? sources[token] : token);
-        });
+        return work.share(
+            [&](int token) { norm(op, model_.activations, tokens, token, sources ? sources[token] : token); });
       case LINEAR:
-        return linear(op, tokens, counter);
+        return linear(op, tokens, work);
       case ROPE:
-        return share(counter, tokens, [&](int token) { rope(op, model_, step, token); });
+        return work.share([&](int token) { rope(op, model_, step, token); });
       case ATTENTION:
-        return share(counter, static_cast<int>(items_.size()),
-                     [&](int i) { attend(op, model_, step, items_[i], attentions_[thread]); });
+        return work.share([&](int i) { attend(op, model_, step, items_[i], attentions_[thread]); });
       case GATE: {
-        const int pieces = (op.k + GATE_COLUMNS - 1) / GATE_COLUMNS;
-        return share(counter, tokens * pieces, [&](int i) {
-          const int first = i % pieces * GATE_COLUMNS;
-          gate(op, model_.activations, tokens, i / pieces, first, std::min(first + GATE_COLUMNS, op.k));
+        const int parts = gate_pieces(op);
+        return work.share([&](int i) {
+          const int first = i % parts * GATE_COLUMNS;
+          gate(op, model_.activations, tokens, i / parts, first, std::min(first + GATE_COLUMNS, op.k));
         });
       }
       case QUANTISE:
-        return share(counter, tokens, [&](int token) {
+        return work.share([&](int token) {
           quantise_row(op.in + static_cast<size_t>(token) * op.in_stride, op.k, model_.activations, tokens, token);
         });
     }
   }
 
-  void linear(const Op& op, int tokens, Counter& counter) {
-    const int panels = num_panels(op.format, op.n);
-    const int pieces = std::min(panels, PIECES * model_.threads);
-    share(counter, pieces, [&](int i) {
-      const int first = static_cast<int>(static_cast<int64_t>(panels) * i / pieces);
-      const int last = static_cast<int>(static_cast<int64_t>(panels) * (i + 1) / pieces);
+  void linear(const Op& op, int tokens, Work& work) {
+    const int64_t panels = num_panels(op.format, op.n), parts = pieces(op, tokens);
+    work.share([&](int i) {
+      const int first = static_cast<int>(panels * i / parts), last = static_cast<int>(panels * (i + 1) / parts);
       if (is_quantised(op.format)) {
         linear_quantised(op, model_.activations, tokens, first, last);
       } else {
@@ -136,7 +155,8 @@ class Engine {
 
   const Model model_;
   const std::vector<Op> forward_, head_;
-  std::unique_ptr<Counter[]> counters_;
+  std::unique_ptr<Work[]> works_;
+  size_t reserved_ = 0;
   std::vector<AttentionScratch> attentions_;
   std::vector<SamplerScratch> samplers_;
   std::vector<AttentionItem> items_;

@@ -11,9 +11,6 @@ namespace signalbox {
 
 namespace {
 
-// About 50 microseconds: longer than an operation's imbalance, shorter than anybody would notice on an idle engine.
-constexpr int SPINS = 2000;
-
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain 32-bit word");
 
 void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
@@ -22,56 +19,41 @@ void futex(std::atomic<uint32_t>& word, int operation, uint32_t value) {
 
 }  // namespace
 
-void Signal::advance() {
-  value_.fetch_add(1, std::memory_order_seq_cst);
+void relax() { _mm_pause(); }
+
+void Signal::wake() {
   if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(value_, FUTEX_WAKE_PRIVATE, INT_MAX);
 }
 
-void Signal::wait_beyond(uint32_t seen) {
-  for (int spin = 0; spin < SPINS; ++spin) {
-    if (value() != seen) return;
-    _mm_pause();
-  }
-  sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  // The kernel compares again, so an advance between our look and our sleep is not missed.
-  while (value_.load(std::memory_order_seq_cst) == seen) futex(value_, FUTEX_WAIT_PRIVATE, seen);
-  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
-}
+void Signal::sleep(uint32_t seen) { futex(value_, FUTEX_WAIT_PRIVATE, seen); }
 
-Pool::Pool(int threads) : size_(threads) {
-  for (int thread = 1; thread < size_; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
+Pool::Pool(int threads) {
+  for (int thread = 1; thread < threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
 }
 
 Pool::~Pool() {
   stopping_ = true;
-  started_.advance();
+  started_.add(1);
+  started_.wake();
   for (std::thread& thread : threads_) thread.join();
 }
 
 void Pool::run(const std::function<void(int)>& job) {
+  const uint32_t others = static_cast<uint32_t>(threads_.size());
   job_ = &job;
-  if (size_ > 1) started_.advance();
+  ended_.set(0);
+  started_.add(1);
+  started_.wake();
   job(0);
-  barrier();
-}
-
-void Pool::barrier() {
-  if (size_ == 1) return;
-  const uint32_t seen = passed_.value();
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    passed_.advance();
-  } else {
-    passed_.wait_beyond(seen);
-  }
+  ended_.wait([others](uint32_t ended) { return ended == others; });
 }
 
 void Pool::serve(int thread) {
   for (uint32_t jobs = 0;; ++jobs) {
-    started_.wait_beyond(jobs);
+    started_.wait([jobs](uint32_t started) { return started != jobs; });
     if (stopping_) return;
     (*job_)(thread);
-    barrier();
+    if (ended_.add(1) == threads_.size()) ended_.wake();
   }
 }
 
