@@ -1,19 +1,27 @@
 """Decides what each worker computes next: the running rows first, then waiting sequences, under a token budget.
 
-One PlanBuilder makes one plan for one worker. Regions of a row's positions: [0, issued) are covered by plans that
-were sent; the builder extends them to [issued, issued + count).
+One PlanBuilder makes one plan for one worker. A step in which every row decodes costs a few vector operations; rows
+are touched one by one only where they cross a block border, prefill, join, or blocks run out.
 """
 
 from __future__ import annotations
 
-from proto.messages import Join, NewBlocks, StepPlan, Task, int32
+import numpy as np
+
+from kvpool.table import BlockTable
+from proto.messages import Copy, Int32, Int64, Join, NewBlocks, SchedulerToWorker, StepPlan, Task, int32
+from scheduler.admission import admit_waiting
+from scheduler.batch import Stay
+from scheduler.errors import SchedulerError
 from scheduler.events import Outgoing
-from scheduler.lifecycle import admit, preempt
-from scheduler.sequence import Row, Sequence
-from scheduler.state import Flight, Scheduled, SchedulerState, Worker
+from scheduler.lifecycle import preempt
+from scheduler.sequence import Sequence
+from scheduler.state import Flight, SchedulerState, Worker
+
+MIN_CHUNK = 16  # no target makes a prefill chunk shorter
 
 
-def plan_all(state: SchedulerState, now: float) -> list[Outgoing[StepPlan]]:
+def plan_all(state: SchedulerState, now: float) -> list[Outgoing[SchedulerToWorker]]:
     """One plan for every worker with a free place in its window and something to do.
 
     Running rows are planned for all workers before any waiting sequence is admitted, so that admission sees
@@ -22,19 +30,9 @@ def plan_all(state: SchedulerState, now: float) -> list[Outgoing[StepPlan]]:
     builders = [PlanBuilder(state, worker, now) for worker in state.ready_workers if worker.open]
     for builder in builders:
         builder.extend_running()
-    _admit_waiting(state, builders)
+    admit_waiting(state, builders)
     plans = (builder.build() for builder in builders)
     return [plan for plan in plans if plan is not None]
-
-
-def _admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
-    """Strictly in order of rank: the first that fits no open worker stops admission, so none is passed for ever."""
-    while state.waiting:
-        head = state.waiting[0]
-        takers = [builder for builder in builders if builder.can_admit(head)]
-        if not takers:
-            return
-        min(takers, key=lambda builder: len(builder.worker.running)).admit(head)
 
 
 class PlanBuilder:
@@ -45,133 +43,201 @@ class PlanBuilder:
         self.worker = worker
         self.now = now
         self.budget = min(state.config.max_num_batched_tokens, worker.hello.max_step_tokens)
-        self.scheduled: list[Scheduled] = []
-        self.taken: set[int] = set()  # uids of scheduled sequences
-        self.joins: list[Row] = []
+        self.rows: list[Int64] = []  # parts of the plan's row column
+        self.counts: list[Int32] = []
+        self.taken = np.zeros(worker.max_rows, bool)
+        self.joins: list[Stay] = []
+        self.copies: list[Copy] = []
         self.blocked = False
         self.preempted = False
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a waiting sequence could be admitted at all."""
+        return not (self.blocked or self.preempted) and self.budget > 0 and bool(self.worker.batch.free_rows)
+
     def extend_running(self) -> None:
         """Decodes first, for they cost one token each; then prefills share what is left of the budget."""
-        rows = list(self.worker.running)
-        for sequence in rows:
-            if sequence.remaining == 1:
-                self._extend(sequence)
-        for sequence in rows:
-            if sequence.uid not in self.taken and sequence.remaining > 0:
-                self._extend(sequence)
+        pending = self.worker.batch.pending()
+        decodes = np.flatnonzero(pending == 1)
+        if len(decodes) > self.budget:
+            decodes = self._first_in_rank(decodes)[: self.budget]
+        if len(decodes):
+            self._extend_decodes(decodes)
+        prefills = np.flatnonzero((pending > 1) & self.worker.batch.active)  # some may just have been preempted
+        if len(prefills) and not self.blocked:
+            self._limit_chunks(len(decodes))
+            for row in self._first_in_rank(prefills).tolist():
+                if self.worker.batch.active[row]:
+                    self._extend(row)
 
-    def can_admit(self, sequence: Sequence) -> bool:
-        """Hysteresis: all known tokens must fit, and one more block for each running row, or it would soon be
-        preempted again; a sequence alone needs no reserve."""
-        worker = self.worker
-        if self.blocked or self.preempted or self.budget == 0 or not worker.free_rows:
-            return False
-        if sequence.max_length > worker.capacity:
-            return False
-        return all(
-            pool.check_free(-(-len(sequence.tokens) // pool.block_size) + len(worker.running)) for pool in worker.pools
-        )
+    def join(self, stay: Stay) -> None:
+        """A sequence was admitted to a row of this worker: give it its first chunk."""
+        self.joins.append(stay)
+        self._extend(stay.row)
 
-    def admit(self, sequence: Sequence) -> None:
-        """Give the sequence a row and its first chunk."""
-        self.joins.append(admit(self.state, sequence, self.worker, self.now))
-        self._extend(sequence)
-
-    def build(self) -> Outgoing[StepPlan] | None:
+    def build(self) -> Outgoing[SchedulerToWorker] | None:
         """The plan, recorded as in flight; None when there is nothing to do or the window must empty first."""
-        worker = self.worker
+        worker, batch = self.worker, self.worker.batch
         leaves = worker.leaving
-        if self.blocked or not (self.scheduled or self.joins or leaves):
+        if self.blocked or not (self.rows or self.joins or leaves):
             return None
+        rows = np.concatenate(self.rows) if self.rows else np.zeros(0, np.int64)
+        counts = np.concatenate(self.counts) if self.counts else int32()
+        starts = batch.issued[rows]
+        joins = tuple(self._join(stay) for stay in self.joins)
         plan = StepPlan(
-            leaves=int32([row.index for row in leaves]),
-            joins=tuple(self._join(row) for row in self.joins),
-            entries=(),
-            rows=int32([entry.row.index for entry in self.scheduled]),
-            starts=int32([entry.start for entry in self.scheduled]),
-            counts=int32([entry.count for entry in self.scheduled]),
-            blocks=tuple(self._new_blocks(group) for group in range(len(worker.pools))),
+            leaves=int32([stay.row for stay in leaves]),
+            joins=joins,
+            entries=tuple(self.copies),
+            rows=rows.astype(np.int32),
+            starts=starts,
+            counts=counts,
+            blocks=(self._new_blocks(rows),),
         )
         number = worker.next_number
-        self._record(number, leaves)
+        self._record(number, plan, rows)
         return Outgoing(worker.peer, worker.header(self.state.session, number), plan)
 
-    # --- parts ----------------------------------------------------------------------------------------------------
+    # --- decodes, all at once -------------------------------------------------------------------------------------
 
-    def _extend(self, sequence: Sequence) -> None:
-        """Schedule as many of the sequence's next positions as budget and blocks allow."""
-        if self.blocked or self.budget == 0 or sequence.row is None:
+    def _extend_decodes(self, decodes: Int64) -> None:
+        batch, pool = self.worker.batch, self.worker.pool
+        crossing = decodes[batch.issued[decodes] >= batch.held[decodes] * pool.block_size]
+        if len(crossing):
+            ids = pool.allocate(len(crossing))
+            if ids is None:
+                self._extend_short(decodes, crossing)
+                return
+            for row, block in zip(crossing.tolist(), ids, strict=True):
+                self._table(row).append((block,))
+            batch.held[crossing] += 1
+        self._schedule(decodes, np.ones(len(decodes), np.int32))
+
+    def _extend_short(self, decodes: Int64, crossing: Int64) -> None:
+        """Not enough blocks for all that need one: those that need none go on, the others take turns by rank."""
+        fine = decodes[~np.isin(decodes, crossing)]
+        if len(fine):
+            self._schedule(fine, np.ones(len(fine), np.int32))
+        for row in self._first_in_rank(crossing).tolist():
+            if self.worker.batch.active[row]:
+                self._extend(row)
+
+    # --- one row --------------------------------------------------------------------------------------------------
+
+    def _extend(self, row: int) -> None:
+        """Schedule as many of the row's next positions as budget and blocks allow, if need be by preemption."""
+        if self.blocked or self.budget == 0:
             return
-        wanted = min(sequence.remaining, self.budget, self.state.config.max_chunk)
-        while (count := self._make_room(sequence, wanted)) == 0:
+        batch = self.worker.batch
+        pending = int(batch.known[row] + batch.sampling[row] - batch.issued[row])
+        wanted = min(pending, self.budget, self.state.config.max_chunk)
+        while (count := self._make_room(row, wanted)) == 0:
             if self.worker.flights:
                 self.blocked = True  # blocks may come back with a result; if not, preemption needs a quiet worker
                 return
-            victim = self._victim(sequence)
+            victim = self._victim(row)
             if victim is None:
                 return
+            same = victim.row == row
             preempt(self.state, victim, self.worker, self.now)
             self.preempted = True
-            if victim is sequence:
+            if same:
                 return
-        row = sequence.row
-        start, end = sequence.issued, sequence.issued + count
-        samples = end == sequence.length and end < sequence.max_length
-        self.scheduled.append(Scheduled(row, start, count, samples, tuple(len(t) for t in row.tables)))
-        self.taken.add(sequence.uid)
-        self.budget -= count
+        self._schedule(np.array([row]), int32([count]))
 
-    def _make_room(self, sequence: Sequence, wanted: int) -> int:
+    def _make_room(self, row: int, wanted: int) -> int:
         """How many of the `wanted` next positions have blocks, after taking what is needed and free."""
-        row = sequence.row
-        if row is None:
-            return 0
-        count = wanted
-        for pool, table in zip(self.worker.pools, row.tables, strict=True):
-            needed = table.blocks_needed(sequence.issued + wanted)
-            ids = pool.allocate(min(needed, pool.num_free))
-            table.append(ids or ())
-            count = min(count, table.num_slots - sequence.issued)
-        return count
+        batch, pool, table = self.worker.batch, self.worker.pool, self._table(row)
+        issued = int(batch.issued[row])
+        needed = min(table.blocks_needed(issued + wanted), pool.num_free)
+        if needed:
+            table.append(pool.allocate(needed) or ())
+            batch.held[row] = len(table)
+        return min(wanted, table.num_slots - issued)
 
-    def _victim(self, sequence: Sequence) -> Sequence | None:
-        """The last in rank that this plan does not compute yet; None when `sequence` can rather wait a step."""
-        for other in reversed(self.worker.running):
-            if other.uid not in self.taken:
-                return None if other is sequence and self.scheduled else other
-        return None
+    def _victim(self, row: int) -> Sequence | None:
+        """The last in rank that this plan does not compute; None when the row can rather wait a step."""
+        batch = self.worker.batch
+        others = self._first_in_rank(np.flatnonzero(batch.active & ~self.taken))
+        victim = int(others[-1])
+        if victim == row and self.taken.any():
+            return None
+        return self._stay(victim).sequence
 
-    def _join(self, row: Row) -> Join:
-        sequence = row.sequence
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def _schedule(self, rows: Int64, counts: Int32) -> None:
+        self.rows.append(rows)
+        self.counts.append(counts)
+        self.taken[rows] = True
+        self.budget -= int(counts.sum())
+
+    def _limit_chunks(self, num_decodes: int) -> None:
+        """Leave prefill only so much budget that the decodes of this step meet the target."""
+        target = self.state.config.itl_target
+        if target is None or not num_decodes:
+            return
+        total = self.worker.step_time.tokens_within(target)
+        if total is not None:
+            self.budget = min(self.budget, max(MIN_CHUNK, total - num_decodes))
+
+    def _first_in_rank(self, rows: Int64) -> Int64:
+        """The rows sorted by rank of their sequences."""
+        return np.array(sorted(rows.tolist(), key=lambda row: self._stay(row).sequence.rank), np.int64)
+
+    def _stay(self, row: int) -> Stay:
+        stay = self.worker.batch.stays[row]
+        if stay is None:
+            raise SchedulerError(f"row {row} of {self.worker.peer} holds no sequence")
+        return stay
+
+    def _table(self, row: int) -> BlockTable:
+        return self._stay(row).table
+
+    def _join(self, stay: Stay) -> Join:
+        sequence, batch = stay.sequence, self.worker.batch
         return Join(
-            row=row.index,
+            row=stay.row,
             sequence=sequence.uid,
             task=Task.GENERATE,
-            tokens=sequence.token_ids(),
+            tokens=sequence.tokens,
             num_prompt=sequence.num_prompt,
-            computed=0,
+            computed=int(batch.issued[stay.row]),
             max_length=sequence.max_length,
             seed=sequence.seed,
             params=sequence.params,
             logprobs_from=sequence.logprobs_base + len(sequence.logprobs),
-            blocks=tuple(int32() for _ in row.tables),
+            blocks=(int32(stay.table.ids[: int(batch.told[stay.row])]),),
         )
 
-    def _new_blocks(self, group: int) -> NewBlocks:
-        fresh = [entry.row.tables[group].ids[entry.row.sent[group] :] for entry in self.scheduled]
-        return NewBlocks(
-            counts=int32([len(ids) for ids in fresh]), ids=int32([block for ids in fresh for block in ids])
-        )
+    def _new_blocks(self, rows: Int64) -> NewBlocks:
+        batch = self.worker.batch
+        counts = batch.held[rows] - batch.told[rows]
+        ids: list[int] = []
+        for row in rows[counts > 0].tolist():
+            ids += self._table(row).ids[int(batch.told[row]) :]
+        return NewBlocks(counts=counts, ids=int32(ids))
 
-    def _record(self, number: int, leaves: list[Row]) -> None:
-        worker = self.worker
-        for entry in self.scheduled:
-            sequence = entry.row.sequence
-            sequence.issued += entry.count
-            sequence.sampling += entry.samples
-            entry.row.sent[:] = entry.sent
-        worker.flights.append(Flight(number, self.now, self.scheduled, leaves))
+    def _record(self, number: int, plan: StepPlan, rows: Int64) -> None:
+        worker, batch = self.worker, self.worker.batch
+        batch.issued[rows] += plan.counts
+        length = batch.known[rows] + batch.sampling[rows]
+        samples = (batch.issued[rows] == length) & (length < batch.limit[rows])
+        batch.sampling[rows] += samples
+        batch.told[rows] = batch.held[rows]
+        flight = Flight(
+            number=number,
+            issued_at=self.now,
+            rows=plan.rows,
+            starts=plan.starts,
+            counts=plan.counts,
+            samples=samples,
+            stays=batch.stay[rows],
+            told=batch.told[rows],
+            leaves=worker.leaving,
+        )
+        worker.flights.append(flight)
         worker.leaving = []
         worker.next_number += 1
         self.state.totals.plans += 1

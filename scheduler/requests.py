@@ -21,6 +21,7 @@ from proto.messages import (
     Welcome,
     int64,
 )
+from scheduler.delivery import cursor, move_cursor
 from scheduler.events import FromFrontend, Outgoing
 from scheduler.lifecycle import create, end, forget, mark_dirty
 from scheduler.sequence import Sequence, Status
@@ -92,6 +93,7 @@ def _welcome(state: SchedulerState, peer: str, now: float) -> Outgoing[Scheduler
     if frontend is None:
         frontend = state.frontends[peer] = Frontend(peer, state.last_link, now)
     frontend.link, frontend.last_seen, frontend.next_number = state.last_link, now, 1
+    frontend.pieces, frontend.dirty = [], {}  # the Adds that follow say where each sequence goes on
     state.told_ready = None  # tell the newcomer at once
     header = Header(session=state.session, link=frontend.link)
     return Outgoing(peer, header, Welcome(heartbeat_timeout=state.config.frontend_timeout))
@@ -104,7 +106,7 @@ def _add(state: SchedulerState, frontend: Frontend, add: Add, now: float) -> Rep
         if sequence is None:
             fresh.append(start)
         else:
-            _attach(state, sequence, start)
+            _attach(state, frontend, sequence, start)
     if not fresh:
         return []
     resumed = len(fresh) < len(add.sequences) or any(
@@ -119,16 +121,23 @@ def _add(state: SchedulerState, frontend: Frontend, add: Add, now: float) -> Rep
             request_id=add.request_id, sequences=handles, code=code, message=message, retry_after=retry_after
         )
         return [Outgoing(frontend.peer, Header(session=state.session, link=frontend.link), refused)]
+    first = None
     for start in fresh:
         state.last_uid += 1
-        sequence = Sequence.create(frontend.peer, add, start, state.last_uid, now)
+        sequence = Sequence.create(frontend.peer, frontend.link, add, start, state.last_uid, now)
+        sequence.source = state.sequences.get((frontend.peer, start.parent)) if start.parent else first
+        first = first or sequence
         create(state, sequence, "resubmitted" if resumed else "added", now)
     return []
 
 
-def _attach(state: SchedulerState, sequence: Sequence, start: SequenceStart) -> None:
+def _attach(state: SchedulerState, frontend: Frontend, sequence: Sequence, start: SequenceStart) -> None:
     """The frontend has everything below `delivered`: go on from there."""
-    sequence.sent = min(start.delivered, len(sequence.tokens))
+    _, known = cursor(state, sequence)
+    move_cursor(state, sequence, min(start.delivered, len(known)))
+    sequence.link = frontend.link
+    if sequence.row >= 0:
+        state.workers[sequence.worker].batch.link[sequence.row] = frontend.link
     sequence.end_sent = False
     mark_dirty(state, sequence)
 
@@ -194,7 +203,8 @@ def _finish(state: SchedulerState, frontend: Frontend, message: Finish, now: flo
     sequence = state.sequences.get((frontend.peer, message.sequence))
     if sequence is None or sequence.status is Status.ENDED:
         return
-    length = max(sequence.num_prompt, min(message.length, len(sequence.tokens)))
+    _, known = cursor(state, sequence)
+    length = max(sequence.num_prompt, min(message.length, len(known)))
     end(state, sequence, message.reason, now, cause="finished by the frontend", length=length)
 
 

@@ -6,7 +6,6 @@ from proto.messages import (
     FinishReason,
     Header,
     Heartbeat,
-    KVGroup,
     Reset,
     SchedulerToWorker,
     Shutdown,
@@ -128,9 +127,9 @@ def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:
             f"its fingerprint {hello.fingerprint} differs from {state.fingerprint}: all workers of one scheduler "
             "must serve the same weights with the same dtype and block size"
         )
-    unserved: list[KVGroup] = [group for group in hello.groups if group.kind != "full"]
-    if unserved or not hello.groups:
-        return f"KV groups {[group.kind for group in hello.groups]} are not served yet, only 'full'"
+    kinds = [group.kind for group in hello.groups]
+    if kinds != ["full"]:
+        return f"KV groups {kinds} are not served yet, only one of kind 'full'"
     return None
 
 
@@ -142,13 +141,14 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
 
 def _suspect(worker: Worker) -> None:
     """Count a death against the sequence that was alone in flight; of several, nobody knows which it was."""
-    suspects = {entry.row.sequence for flight in worker.flights for entry in flight.rows}
+    suspects = {number: row for flight in worker.flights for number, row in zip(flight.stays, flight.rows, strict=True)}
     if len(suspects) == 1:
-        suspects.pop().lone_deaths += 1
+        [(number, row)] = suspects.items()
+        worker.stay_of(int(number), int(row)).sequence.lone_deaths += 1
 
 
 def _orphan_all(state: SchedulerState, worker: Worker, cause: str, now: float) -> None:
-    for sequence in list(worker.running):
+    for sequence in worker.running:
         orphan(state, sequence, worker, cause, now)
         if sequence.lone_deaths >= MAX_LONE_DEATHS:
             message = f"a worker failed {sequence.lone_deaths} times with this sequence alone in flight"

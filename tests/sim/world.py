@@ -345,11 +345,11 @@ class World:
 
     def assert_no_leaks(self) -> None:
         for worker in self.state.workers.values():
-            assert [pool.used for pool in worker.pools] == [0] * len(worker.pools)
-            assert len(worker.free_rows) == worker.max_rows
+            assert worker.pool.used == 0
+            assert worker.num_running == 0
         for node in self.workers.values():
             assert not node.worker.rows
-        assert not self.state.waiting
+        assert len(self.state.waiting) == 0
         assert self.state.waiting_tokens == 0
 
     def total_preemptions(self) -> int:
