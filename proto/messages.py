@@ -284,7 +284,8 @@ class Refused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerBeat:
-    """State of the engine, sent to every frontend each half second and at once when readiness changes.
+    """State of the engine, sent to every frontend each half second and at once when readiness changes. Its header
+    has the number of the last TokenFrame: a frontend that has not had it adds again what it holds open.
 
     max_length: the served context in tokens (0 while no worker has joined). metrics: gauges and counters of the
     scheduler and the sum of all other frontends' counters, by sample name.

@@ -62,7 +62,8 @@ class GenerationServiceServicer:
     """
 
     def Generate(self, request, context):
-        """Generate and send text as it comes. Every choice ends with exactly one response that has a finish reason. When the
+        """Generate and send text as it comes. Every choice ends with exactly one response that has a finish reason; if that
+        is a failure (DEADLINE and all after it), the call ends with an error status when all choices have ended. When the
         client cancels or its deadline passes, the request is aborted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -70,7 +71,7 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """The same, answered once, when all choices have ended.
+        """The same, answered once, when all choices have ended. A choice that fails fails the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

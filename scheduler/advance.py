@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from scheduler.delivery import beats, frames
-from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Tick
+from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected, Tick
 from scheduler.planner import plan_all
 from scheduler.requests import check_deadlines, check_frontends, lose_frontend, on_frontend
 from scheduler.state import SchedulerState
@@ -42,6 +42,8 @@ def _apply(state: SchedulerState, event: Event, now: float, actions: Actions) ->
                 lose(state, state.workers[peer], "the link is gone", now)
             if peer in state.frontends:
                 lose_frontend(state, state.frontends[peer], "the link is gone", now)
+        case Rejected(reason):
+            state.totals.dropped[reason] += 1
         case Drain():
             state.draining = True
         case Tick():

@@ -53,10 +53,14 @@ def beats(state: SchedulerState, now: float) -> Frames:
     state.told_ready = ready
     values = metrics(state)
     return [
-        Outgoing(frontend.peer, Header(session=state.session, link=frontend.link), beat)
+        Outgoing(frontend.peer, _beat_header(state, frontend), _beat(state, frontend, ready, values))
         for frontend in state.frontends.values()
-        for beat in [_beat(state, frontend, ready, values)]
     ]
+
+
+def _beat_header(state: SchedulerState, frontend: Frontend) -> Header:
+    """A beat carries the number of the last frame, so that the loss of even the last one is noticed."""
+    return Header(session=state.session, link=frontend.link, number=frontend.next_number - 1)
 
 
 def _beat(state: SchedulerState, frontend: Frontend, ready: bool, values: dict[str, float]) -> SchedulerBeat:

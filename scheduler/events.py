@@ -40,6 +40,13 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class Rejected:
+    """The transport dropped a frame that it could not read."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     """Accept nothing new; what runs may finish."""
 
@@ -50,7 +57,7 @@ class Tick:
 
 
 M = TypeVar("M")
-Event = FromFrontend | FromWorker | PeerLost | Drain | Tick
+Event = FromFrontend | FromWorker | PeerLost | Rejected | Drain | Tick
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from proto.messages import (
     FinishReason,
     Header,
     Heartbeat,
+    Phase,
     Reset,
     SchedulerToWorker,
     Shutdown,
@@ -39,6 +40,8 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
         state.totals.dropped["old epoch"] += 1
         return []
     match message:
+        case Heartbeat(phase=Phase.STOPPING):
+            lose(state, worker, "the worker is stopping", now, died=False)
         case Heartbeat():
             _confirm(state, worker)
         case WorkerFault():

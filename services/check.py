@@ -49,9 +49,5 @@ def check_process(service: str, settings: ServiceSettings) -> str:
     if found is None:
         raise Unhealthy(f"no {service} named {settings.name!r} runs in {run_dir}; see --run-dir and --name")
     if not found.alive:
-        raise Unhealthy(
-            f"{service} {settings.name!r} (process {found.pid}) in {run_dir} gives no sign of life"
-        )
-    return (
-        f"{service} {settings.name!r} lives, process {found.pid}, {'ready' if found.ready else 'not ready'}"
-    )
+        raise Unhealthy(f"{service} {settings.name!r} (process {found.pid}) in {run_dir} gives no sign of life")
+    return f"{service} {settings.name!r} lives, process {found.pid}, {'ready' if found.ready else 'not ready'}"

@@ -7,12 +7,15 @@ not use.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from services.options import takes
 from services.settings import (
+    DEFAULT_MODEL,
+    DType,
     FrontendSettings,
     SchedulerSettings,
     ServiceSettings,
@@ -34,6 +37,7 @@ OUR_PACKAGES = ("proto", "kvpool", "scheduler", "worker", "services")
 Check = Annotated[
     bool, typer.Option("--check", help="Only tell whether this service lives: one line, exit code 0 or 1.")
 ]
+AnyModel = Annotated[str, typer.Argument(help="A name in the store, a Hugging Face folder or a GGUF file.")]
 Url = Annotated[
     str,
     typer.Option(envvar="SIGNALBOX_URL", help="The server; default: the one that runs here.", show_default=False),
@@ -162,6 +166,50 @@ def chat(
 
     sampling = console.Sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=stop or [])
     console.chat(url or console.running_server(), model, system, sampling)
+
+
+@models_app.command("list")
+def list_models() -> None:
+    """List the models that can be pulled, and where those are that are here."""
+    from services.models import store
+
+    for model in store.list_models():
+        where = model.path or f"not pulled ({model.size / 2**20:.0f} MiB)"
+        typer.echo(f"{model.name}  {model.description}  {where}")
+
+
+@models_app.command()
+def pull(name: Annotated[str, typer.Argument(help="A name from `models list`.")]) -> None:
+    """Fetch a model into the store; one that is there already is checked and kept."""
+    from services.models import store
+    from services.progress import Progress
+
+    with Progress() as progress:
+        path = store.pull(name, progress.update)
+    typer.echo(path)
+
+
+@models_app.command()
+def info(model: AnyModel) -> None:
+    """Describe a model, as JSON."""
+    import json
+
+    from services.models import store
+
+    typer.echo(json.dumps(store.info(store.resolve(model)), indent=2))
+
+
+@models_app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(help="A new or empty folder.")],
+    *,
+    model: Annotated[str, typer.Option(help="A name in the store, or a path.")] = DEFAULT_MODEL,
+    dtype: Annotated[DType, typer.Option(help="The number format of the weights; auto: float32.")] = DType.AUTO,
+) -> None:
+    """Write a model in Hugging Face form, for tools that want config.json, safetensors and tokenizer.json."""
+    from services.models import store
+
+    typer.echo(store.export(store.resolve(model), folder, "float32" if dtype is DType.AUTO else dtype.value))
 
 
 @bench_app.command()

@@ -66,9 +66,7 @@ class Client:
         except aiohttp.ClientConnectorError as error:
             raise ClientError(f"no server answers at {url}; start one with: signalbox up") from error
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise ClientError(
-                f"the connection to {url} failed: {str(error) or type(error).__name__}"
-            ) from error
+            raise ClientError(f"the connection to {url} failed: {str(error) or type(error).__name__}") from error
 
     async def model(self) -> str:
         """The name of the model that the server offers."""

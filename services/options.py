@@ -21,9 +21,7 @@ METAVARS = {Address: "HOST:PORT", ByteSize: "SIZE", Path: "FOLDER", Path | None:
 def ordered_fields(kind: type[CommonSettings]) -> list[dataclasses.Field[Any]]:
     """The fields of a settings record, its own first and those that all services share last."""
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    names = [
-        name for base in kind.__mro__ for name in vars(base).get("__annotations__", {}) if name in fields
-    ]
+    names = [name for base in kind.__mro__ for name in vars(base).get("__annotations__", {}) if name in fields]
     return [fields[name] for name in dict.fromkeys(names)]
 
 

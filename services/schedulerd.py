@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from proto.codec import FRONTEND_TO_SCHEDULER, CodecError, decode, encode
 from proto.messages import Header, Heartbeat, Message, Refused, StepPlan, StepResult, WorkerFault, WorkerHello
 from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
-from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Tick
+from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected, Tick
 from scheduler.state import Link, SchedulerState
 from services.run_dir import RunDir, SchedulerLock
 from services.settings import SchedulerSettings
@@ -59,7 +58,6 @@ class SchedulerService:
             self.poller.register(source.router.socket, zmq.POLLIN)
         self.state = SchedulerState(config, secrets.randbits(62) + 1, time.monotonic())
         self.due: list[Event] = []  # for the next call of advance, whatever arrives
-        self.rejected: Counter[str] = Counter()
 
     def step(self, longest: float) -> None:
         """Wait for input, at most `longest` seconds, and advance once with all of it."""
@@ -87,18 +85,16 @@ class SchedulerService:
         for source in self.sources:
             for peer, data in source.router.receive():
                 if peer is None:
-                    self._reject("identity", "a frame of a peer without a proper identity")
+                    log.warning("frame rejected", why="it has no proper identity")
+                    yield Rejected("identity")
                     continue
                 try:
                     header, message = decode(data, source.expected, source.router.max_bytes)
                 except CodecError as error:
-                    self._reject("malformed", str(error), peer)
+                    log.warning("frame rejected", why=str(error), peer=peer)
+                    yield Rejected("malformed")
                     continue
                 yield source.event(peer, header, message)  # type: ignore[arg-type]
-
-    def _reject(self, reason: str, why: str, peer: str = "") -> None:
-        self.rejected[reason] += 1
-        log.warning("frame rejected", reason=reason, why=why, peer=peer)
 
     def _send(self, actions: Actions) -> None:
         for plan in actions.plans:

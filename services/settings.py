@@ -230,9 +230,9 @@ class EngineSettings(ModelSettings, BatchSettings):
     device: Annotated[Device, "Where the worker computes."] = Device.AUTO
     dtype: Annotated[DType, "The number format it computes in; auto: float32 on a CPU."] = DType.AUTO
     block_size: Annotated[int, "Token slots in one KV block, a power of two.", Bounds(1, 1024)] = 16
-    kv_cache_memory: Annotated[
-        ByteSize, "Memory for the KV blocks of one worker: 512MiB, 2GiB or bytes.", POSITIVE
-    ] = DEFAULT_KV_CACHE
+    kv_cache_memory: Annotated[ByteSize, "Memory for the KV blocks of one worker: 512MiB, 2GiB or bytes.", POSITIVE] = (
+        DEFAULT_KV_CACHE
+    )
     window: Annotated[int, "Plans in flight to a worker; 0: 1 on a CPU, 2 on a GPU.", Bounds(0, 4)] = 0
     threads: Annotated[int, "Threads of one worker's computation; 0: all usable cores.", NOT_NEGATIVE] = 0
 

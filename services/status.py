@@ -59,9 +59,7 @@ def publish(
     path = _path(run_dir, service, name)
     other = _read(path)
     if other is not None and other.pid != os.getpid() and other.alive:
-        raise StatusError(
-            f"{service} {name!r} already runs in {run_dir} as process {other.pid}; choose another --name"
-        )
+        raise StatusError(f"{service} {name!r} already runs in {run_dir} as process {other.pid}; choose another --name")
     status = Status(
         service=service,
         name=name,
@@ -80,9 +78,7 @@ def publish(
         os.chmod(file.name, 0o644)
         os.replace(file.name, path)
     except OSError as error:
-        raise StatusError(
-            f"cannot write to the run folder {run_dir} ({error.strerror}); see --run-dir"
-        ) from error
+        raise StatusError(f"cannot write to the run folder {run_dir} ({error.strerror}); see --run-dir") from error
 
 
 def touch(run_dir: Path, service: str, name: str) -> None:

@@ -84,7 +84,7 @@ def check_addresses(settings: UpSettings) -> None:
 
 def find_model(model: str, progress: Progress) -> Path:
     """The path of the model; a name that the store can fetch and does not hold yet is fetched."""
-    if model in store.KNOWN_MODELS:
+    if model in store.KNOWN_MODELS:  # also checks one that is there
         store.pull(model, progress.update)
     return Path(store.resolve(model))
 
@@ -134,10 +134,7 @@ def children_of(settings: UpSettings) -> list[Child]:
     threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.workers)
     services: list[SchedulerSettings | WorkerSettings | FrontendSettings] = [
         narrowed(SchedulerSettings, settings, name="0"),
-        *(
-            narrowed(WorkerSettings, settings, name=str(number), threads=threads)
-            for number in range(settings.workers)
-        ),
+        *(narrowed(WorkerSettings, settings, name=str(number), threads=threads) for number in range(settings.workers)),
         narrowed(FrontendSettings, settings, name="0"),
     ]
     kinds = {SchedulerSettings: "scheduler", WorkerSettings: "worker", FrontendSettings: "frontend"}
@@ -186,10 +183,7 @@ async def wait_until_ready(run_dir: Path, children: Sequence[Child], progress: P
         for entry in statuses.values():
             if entry.service == "frontend" and "http" in entry.addresses:
                 with suppress(Unhealthy):
-                    if (
-                        await asyncio.to_thread(http_status, Address.parse(entry.addresses["http"]), "/ready")
-                        == 200
-                    ):
+                    if await asyncio.to_thread(http_status, Address.parse(entry.addresses["http"]), "/ready") == 200:
                         return entry.addresses
         await asyncio.sleep(POLL_INTERVAL)
 
@@ -209,9 +203,7 @@ def introduction(settings: UpSettings, addresses: dict[str, str]) -> str:
         f'{{"model": "{settings.api_name}", "stream": true, "max_tokens": 64, '
         '"messages": [{"role": "user", "content": "What is a signal box?"}]}'
     )
-    names = [
-        field.name for field in ordered_fields(UpSettings) if field.name not in ("http", "grpc", "run_dir")
-    ]
+    names = [field.name for field in ordered_fields(UpSettings) if field.name not in ("http", "grpc", "run_dir")]
     told = "  ".join(f"{flag_of(name)} {getattr(settings, name)}" for name in names)
     lines = [
         "",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextvars import copy_context
 from dataclasses import dataclass
 
 import structlog
@@ -26,9 +27,8 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What heartbeats tell; the main thread replaces it whole."""
+    """What heartbeats tell of the main thread, which replaces it whole."""
 
-    header: Header
     last_plan: int
     phase: Phase
 
@@ -36,8 +36,9 @@ class Beat:
 class ControlThread(threading.Thread):
     """`inbox` brings the main thread what the scheduler ordered: (header, Reset or Shutdown), in order.
 
-    The hello goes out once both links stand and the model is loaded, and again each second until a Reset answers;
-    likewise after a link broke, and when a Reset without an epoch says that the scheduler does not know us.
+    A Reset is there before the scheduler sees its epoch confirmed, hence before any plan of that epoch. The hello
+    goes out once both links stand and the model is loaded, and again each second until a Reset answers; likewise
+    after a link broke, and when a Reset without an epoch says that the scheduler does not know us.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class ControlThread(threading.Thread):
     ) -> None:
         super().__init__(name="control", daemon=True)
         self.inbox: Mailbox[tuple[Header, Reset | Shutdown]] = Mailbox()
-        self.beat = Beat(Header(), 0, Phase.LOADING)
+        self.beat = Beat(0, Phase.LOADING)
+        self._header = Header()  # of the newest Reset
         self._wake: Mailbox[None] = Mailbox()
         self._hello: WorkerHello | None = None
         self._leaving = False
@@ -60,6 +62,7 @@ class ControlThread(threading.Thread):
         self._dealer = Dealer(context, control_link(run_dir), identity)
         self._monitors = {"plan": plan_monitor, "control": self._dealer.monitor}
         self._status = status_file
+        self._context = copy_context()  # log lines of the thread say what those of its maker say
 
     # --- called by the main thread ---
 
@@ -67,12 +70,6 @@ class ControlThread(threading.Thread):
         """The model is loaded: join."""
         self._hello = hello
         self._wake.put(None)
-
-    def tell(self, beat: Beat, at_once: bool = False) -> None:
-        """What the next heartbeats say. at_once: send one now."""
-        self.beat = beat
-        if at_once:
-            self._wake.put(None)
 
     def leave(self) -> None:
         """Send a last heartbeat and end the thread."""
@@ -84,14 +81,16 @@ class ControlThread(threading.Thread):
 
     def run(self) -> None:
         """Until `leave`."""
+        self._context.run(self._serve)
+
+    def _serve(self) -> None:
         poller = zmq.Poller()
         for readable in (self._dealer.socket, *self._monitors.values(), self._wake.fd):
             poller.register(readable, zmq.POLLIN)
         while not self._leaving:
             wait = min(self._next_send - time.monotonic(), BEAT_INTERVAL)
             poller.poll(milliseconds(wait))
-            if self._wake.take() and self._joined:
-                self._next_send = 0.0
+            self._wake.take()
             self._follow_links()
             self._receive()
             self._send_due(time.monotonic())
@@ -117,9 +116,11 @@ class ControlThread(threading.Thread):
             except CodecError as error:
                 log.warning("frame rejected", link="control", why=str(error))
                 continue
-            self._joined = header.epoch > 0
-            self._next_send = 0.0
             self.inbox.put((header, message))
+            if isinstance(message, Reset):
+                self._header = header
+                self._joined = header.epoch > 0
+                self._next_send = 0.0
 
     def _send_due(self, now: float) -> None:
         if now < self._next_send or self._hello is None or not all(self._up.values()):
@@ -127,7 +128,7 @@ class ControlThread(threading.Thread):
         if self._joined:
             beat = self.beat
             told = Heartbeat(worker=self._hello.worker, last_plan=beat.last_plan, phase=beat.phase)
-            self._dealer.send(encode(beat.header, told))
+            self._dealer.send(encode(self._header, told))
             self._next_send = now + BEAT_INTERVAL
         else:
             self._dealer.send(encode(Header(), self._hello))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import deque
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,9 +19,6 @@ from services.stop_signal import StopSignal
 from services.transport import LAST_WORDS, Dealer, new_identity, plan_link
 from services.worker_control import Beat, ControlThread
 from worker.errors import ConfigError, PlanError
-
-# Plans that may wait for their Reset, which travels on the other link.
-MAX_EARLY_PLANS = 16
 
 log = structlog.get_logger()
 
@@ -53,7 +49,6 @@ class WorkerService:
         self.poller.register(self.control.inbox.fd, zmq.POLLIN)
         self.epoch: Header | None = None  # session, link and epoch that plans must carry
         self.last_plan = 0
-        self.early: deque[tuple[Header, StepPlan]] = deque(maxlen=MAX_EARLY_PLANS)
         self.refused = ""  # why the scheduler does not want this worker
 
     def join(self, runner: PlanRunner, name: str) -> None:
@@ -64,19 +59,19 @@ class WorkerService:
     def step(self) -> None:
         """Wait for plans or orders and handle all that are there."""
         self.poller.poll()
-        self._obey()
         for data in self.plans.receive():
+            self._obey()  # the Reset that began this plan's epoch came before the plan
             try:
                 header, plan = decode(data, (StepPlan,), self.plans.max_bytes)
             except CodecError as error:
                 self._fault(f"a plan that cannot be read: {error}")
-                continue
-            self._take(header, plan)
-            self._obey()
+            else:
+                self._take(header, plan)
+        self._obey()
 
     def close(self) -> None:
         """Tell the scheduler and close the sockets."""
-        self._tell(Phase.STOPPING)
+        self._tell(self.last_plan, Phase.STOPPING)
         self.control.leave()
         self.plans.close(LAST_WORDS)
         self.context.term()
@@ -96,23 +91,16 @@ class WorkerService:
             self.epoch = None  # the scheduler does not know us; the control thread says hello again
             return
         self.epoch = replace(header, number=0)
-        self.last_plan = 0
-        self._tell(Phase.IDLE, at_once=True)
+        self._tell(0, Phase.IDLE)
         log.info("joined", epoch=header.epoch, session=header.session)
-        early, self.early = self.early, deque(maxlen=MAX_EARLY_PLANS)
-        for plan_header, plan in early:
-            if replace(plan_header, number=0) == self.epoch:
-                self._take(plan_header, plan)
 
     def _take(self, header: Header, plan: StepPlan) -> None:
-        if self.epoch is None or replace(header, number=0) != self.epoch:
-            self.early.append((header, plan))  # its Reset is on the way; if it is an old one, it is never run
-            return
+        if replace(header, number=0) != self.epoch:
+            return  # of an epoch that is over
         if header.number != self.last_plan + 1:
             self._fault(f"plan {header.number} came after plan {self.last_plan}")
             return
-        self.last_plan = header.number
-        self._tell(Phase.EXECUTING)
+        self._tell(header.number, Phase.EXECUTING)
         started = time.perf_counter()
         try:
             result = self.runner.execute(plan)
@@ -125,7 +113,7 @@ class WorkerService:
             self._fault(f"plan {header.number}: {type(error).__name__}: {error}", executing=True)
             return
         self.plans.send(answer)
-        self._tell(Phase.IDLE)
+        self._tell(header.number, Phase.IDLE)
 
     def _fault(self, why: str, executing: bool = False) -> None:
         if self.epoch is None:
@@ -134,12 +122,12 @@ class WorkerService:
         self.runner.reset()
         fault = WorkerFault(message=why[:1000], executing=executing)
         self.plans.send(encode(replace(self.epoch, number=self.last_plan), fault))
-        self._tell(Phase.IDLE)
+        self._tell(self.last_plan, Phase.IDLE)
         self.epoch = None
 
-    def _tell(self, phase: Phase, at_once: bool = False) -> None:
-        if self.epoch is not None:
-            self.control.tell(Beat(self.epoch, self.last_plan, phase), at_once)
+    def _tell(self, last_plan: int, phase: Phase) -> None:
+        self.last_plan = last_plan
+        self.control.beat = Beat(last_plan, phase)
 
 
 def load(settings: WorkerSettings) -> PlanRunner:

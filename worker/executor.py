@@ -25,9 +25,9 @@ class Scores:
 
 @dataclass(frozen=True, kw_only=True)
 class StepOutputs:
-    """What a step brought: finite[A] (the row's hidden states and logits hold neither NaN nor infinity), tokens[S]
-    (NO_TOKEN where no id is allowed), and scores of the S sampled tokens and the P prompt tokens that want them (None
-    when no row does)."""
+    """What a step brought: finite[A] (the row's hidden states and logits hold neither NaN nor infinity, and some id is
+    allowed), tokens[S] (NO_TOKEN where none is), and scores of the S sampled and the P prompt tokens, or None when no
+    row wants them."""
 
     finite: NDArray[np.bool_]
     tokens: Int32

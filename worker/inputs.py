@@ -57,7 +57,7 @@ def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32) -> Ste
     positions = np.arange(offsets[-1], dtype=np.int32) + np.repeat(starts - offsets[:-1], counts)
     blocks = batch.table[owner, positions // batch.block_size]
     lengths = starts + counts
-    samples = (lengths == batch.num_tokens[rows]) & (lengths < batch.limit[rows])
+    samples = int32(np.flatnonzero((lengths == batch.num_tokens[rows]) & (lengths < batch.limit[rows])))
     return StepInputs(
         rows=rows,
         offsets=offsets,
@@ -66,7 +66,7 @@ def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32) -> Ste
         slots=blocks * batch.block_size + positions % batch.block_size,
         lengths=lengths,
         tables=batch.table[rows],
-        sample=sample_inputs(batch, rows[samples], offsets[1:][samples] - 1),
+        sample=sample_inputs(batch, rows, samples, offsets[samples + 1] - 1),
         score=_score_inputs(batch, rows, starts, offsets),
     )
 

@@ -17,8 +17,8 @@ from proto.messages import (
 )
 from worker.batch import Batch
 from worker.executor import Scores, StepOutputs
-from worker.inputs import StepInputs
-from worker.sampling import NO_TOKEN
+from worker.inputs import ScoreInputs, StepInputs
+from worker.sampling import NO_TOKEN, SampleInputs
 
 
 class FreedLog:
@@ -64,30 +64,33 @@ def apply_outputs(
     weights_version: int,
 ) -> StepResult:
     """Appends tokens, stops rows, and builds the result. active[A]: index in the plan of each computed row."""
-    rows, size = inputs.rows, len(plan.rows)
+    rows, finite, size = inputs.rows, outputs.finite, len(plan.rows)
     batch.computed[rows] = inputs.lengths
-    sampling = np.searchsorted(inputs.offsets, inputs.sample.tokens, side="right") - 1  # index into [A], for each of S
     chosen = np.full(len(rows), NO_TOKEN, np.int32)
-    chosen[sampling] = outputs.tokens
-    sampled = outputs.finite & (chosen != NO_TOKEN)
+    chosen[inputs.sample.rows] = outputs.tokens
+    sampled = finite & (chosen != NO_TOKEN)
     batch.append(rows[sampled], chosen[sampled])
-    reasons = _reasons(batch, rows, chosen, sampled, outputs.finite)
-    reasons[sampling[outputs.finite[sampling] & ~sampled[sampling]]] = FinishReason.ERROR
+    reasons = _reasons(batch, rows, chosen, sampled, finite)
     for index in np.flatnonzero(reasons):
         freed.add(int(rows[index]), batch.stop(int(rows[index])))
-    counts, finite, ended = np.zeros(size, np.int32), np.ones(size, np.int32), np.zeros(size, np.int32)
-    counts[active], finite[active], ended[active] = sampled, outputs.finite, reasons
     return StepResult(
         rows=plan.rows,
-        counts=counts,
+        counts=_spread(sampled, active, size, 0),
         tokens=chosen[sampled],
-        finite=finite,
-        reasons=ended,
+        finite=_spread(finite, active, size, 1),
+        reasons=_spread(reasons, active, size, FinishReason.NONE),
         weights_version=weights_version,
         seconds=0.0,
         freed=(freed.record(),),
-        logprobs=_logprobs(active, inputs, outputs, sampling, sampled),
+        logprobs=_logprobs(active, inputs, outputs),
     )
+
+
+def _spread(values: np.ndarray, active: Int32, size: int, other: int) -> Int32:
+    """A column for all rows of the plan from the computed ones'."""
+    column = np.full(size, other, np.int32)
+    column[active] = values
+    return column
 
 
 def _reasons(batch: Batch, rows: Int32, chosen: Int32, sampled: np.ndarray, finite: np.ndarray) -> Int32:
@@ -99,23 +102,16 @@ def _reasons(batch: Batch, rows: Int32, chosen: Int32, sampled: np.ndarray, fini
     return int32(np.where(finite, reasons, FinishReason.NOT_FINITE))
 
 
-def _logprobs(
-    active: Int32, inputs: StepInputs, outputs: StepOutputs, sampling: np.ndarray, sampled: np.ndarray
-) -> Logprobs | None:
+def _logprobs(active: Int32, inputs: StepInputs, outputs: StepOutputs) -> Logprobs | None:
     """Prompt and sampled tokens' entries, by row and position; rows that are not finite have none."""
     parts = []
-    if outputs.prompt is not None:
-        score = inputs.score
-        keep = np.flatnonzero(outputs.finite[score.rows])
-        parts.append(_entries(outputs.prompt, keep, score.rows, score.positions, score.tops))
-    if outputs.sampled is not None:
-        sample = inputs.sample
-        keep = np.flatnonzero(sampled[sampling] & (sample.logprobs >= 0))
-        parts.append(_entries(outputs.sampled, keep, sampling, sample.positions, sample.logprobs))
-    entries = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
-    if not entries:
+    for scores, wanted in ((outputs.prompt, inputs.score), (outputs.sampled, inputs.sample)):
+        if scores is not None:
+            parts += _entries(scores, wanted, np.flatnonzero(outputs.finite[wanted.rows] & (wanted.tops >= 0)))
+    if not parts:
         return None
-    rows, positions, values, ranks, ids, tops = zip(*entries, strict=True)
+    parts.sort(key=lambda entry: entry[:2])
+    rows, positions, values, ranks, ids, tops = zip(*parts, strict=True)
     return Logprobs(
         rows=int32(active[list(rows)]),
         positions=int32(positions),
@@ -130,16 +126,16 @@ def _logprobs(
 Entry = tuple[int, int, float, int, Int32, Float32]
 
 
-def _entries(scores: Scores, keep: np.ndarray, rows: np.ndarray, positions: Int32, tops: Int32) -> list[Entry]:
+def _entries(scores: Scores, wanted: ScoreInputs | SampleInputs, keep: np.ndarray) -> list[Entry]:
     """(computed row, position, value, rank, top ids, top values) for each index in `keep`."""
     return [
         (
-            int(rows[i]),
-            int(positions[i]),
+            int(wanted.rows[i]),
+            int(wanted.positions[i]),
             float(scores.values[i]),
             int(scores.ranks[i]),
-            scores.top_ids[i, : tops[i]],
-            scores.top_values[i, : tops[i]],
+            scores.top_ids[i, : wanted.tops[i]],
+            scores.top_values[i, : wanted.tops[i]],
         )
         for i in keep
     ]

@@ -27,7 +27,7 @@ def sample(logits_SV: Tensor, inputs: SampleInputs) -> Int32:
     if inputs.adjustments:
         scores = logits_SV.clone()
         for adjustment in inputs.adjustments:
-            _adjust(scores[adjustment.index], adjustment)
+            adjust(scores[adjustment.index], adjustment)
     best, tokens = scores.max(dim=-1)
     drawn = inputs.temperature >= GREEDY_BELOW
     narrowed = drawn & ((inputs.top_k > 0) | (inputs.top_p < 1.0) | (inputs.min_p > 0.0))
@@ -39,7 +39,7 @@ def sample(logits_SV: Tensor, inputs: SampleInputs) -> Int32:
     return tokens.masked_fill(best == -torch.inf, NO_TOKEN).int().numpy()
 
 
-def _adjust(row_V: Tensor, rule: Adjustment) -> None:
+def adjust(row_V: Tensor, rule: Adjustment) -> None:
     """Changes one row's logits in place."""
     if len(rule.bias_ids):
         row_V.index_add_(0, torch.from_numpy(rule.bias_ids), torch.from_numpy(rule.bias_values))
@@ -76,8 +76,9 @@ def _draw_narrowed(x_SV: Tensor, inputs: SampleInputs, rows: np.ndarray) -> Tens
     seeds, positions = _keys(inputs, rows)
     ids, values, keep = _narrow(x_SV, limits, SHORTLIST)
     tokens = _draw_kept(ids, values, keep, seeds, positions)
-    # Where even the last candidate stays, the shortlist may have been too short.
-    for row in torch.nonzero(keep[:, -1]).flatten().tolist() if x_SV.shape[1] > SHORTLIST else ():
+    # The shortlist may have been too short where even its last token stays, or top-k takes more.
+    short = keep[:, -1] | (limits[0][:, 0] > SHORTLIST)
+    for row in torch.nonzero(short).flatten().tolist() if x_SV.shape[1] > SHORTLIST else ():
         one = slice(row, row + 1)
         ids, values, keep = _narrow(x_SV[one], [limit[one] for limit in limits], x_SV.shape[1])
         tokens[one] = _draw_kept(ids, values, keep, seeds[one], positions[one])

@@ -87,8 +87,8 @@ class Adjustment:
 class SampleInputs:
     """The rows of one step that sample a token; all columns have S entries.
 
-    rows: batch rows. tokens: flat index of the token whose logits are sampled from. positions: where the sampled
-    token will stand. logprobs: alternatives wanted, -1 for no logprob.
+    rows: index into the computed rows. tokens: flat index of the token whose logits are sampled from. positions: where
+    the sampled token will stand. tops: alternatives wanted beside its logprob, -1 for no logprob.
     """
 
     rows: Int32
@@ -99,16 +99,16 @@ class SampleInputs:
     top_k: Int32
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
-    logprobs: Int32
+    tops: Int32
     adjustments: tuple[Adjustment, ...]
 
 
-def sample_inputs(batch: Batch, rows: Int32, tokens: Int32) -> SampleInputs:
-    """For batch `rows` that sample in this step, from the logits at the flat `tokens`."""
-    columns = batch.sampling
+def sample_inputs(batch: Batch, computed: Int32, samples: Int32, tokens: Int32) -> SampleInputs:
+    """For those of the `computed` batch rows that sample, given by index, from the logits at the flat `tokens`."""
+    columns, rows = batch.sampling, computed[samples]
     adjusting = np.flatnonzero(columns.adjusts[rows])
     return SampleInputs(
-        rows=rows,
+        rows=samples,
         tokens=tokens,
         positions=batch.num_tokens[rows],
         seeds=batch.seed[rows],
@@ -116,7 +116,7 @@ def sample_inputs(batch: Batch, rows: Int32, tokens: Int32) -> SampleInputs:
         top_k=columns.top_k[rows],
         top_p=columns.top_p[rows],
         min_p=columns.min_p[rows],
-        logprobs=columns.logprobs[rows],
+        tops=columns.logprobs[rows],
         adjustments=tuple(_adjustment(batch, int(index), int(rows[index])) for index in adjusting),
     )
 

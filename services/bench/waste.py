@@ -27,6 +27,10 @@ POLICIES = ("blocks on demand", "reserve the limit", "reserve the context")
 CHECK_EVERY = 500  # states between two proofs that pool and tables agree
 
 
+class BenchError(ValueError):
+    """A measurement that cannot be made as it was asked for; one line for people."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Time-weighted means over the run. at_once: sequences of this kind that the pool would hold."""
@@ -67,9 +71,16 @@ def run(
     model: WorkerModel | None = None,
     progress: Callable[[int], None] = lambda ended: None,
 ) -> WasteReport:
-    """Simulate the workload to its end. progress: called with the number of requests that have ended."""
+    """Simulate the workload to its end. progress: called with the number of requests that have ended.
+
+    Raises BenchError when the pool cannot hold the workload's longest request.
+    """
     workload, model = workload or WorkloadConfig(), model or WorkerModel()
     requests = draw(workload)
+    pool_slots = model.num_blocks * model.block_size
+    longest = max(request.num_prompt + request.max_tokens for request in requests)
+    if pool_slots < longest:
+        raise BenchError(f"--pool-tokens must be at least {longest}, which the longest request may take")
     config = SchedulerConfig(max_num_seqs=model.max_rows, max_num_batched_tokens=model.max_step_tokens)
     simulation = Simulation(config, model, requests)
     paged, by_limit, by_context = meters = WasteMeter(), WasteMeter(), WasteMeter()
@@ -90,7 +101,6 @@ def run(
         seconds += duration if running else 0.0
         running_seconds += duration * len(running)
     simulation.state.validate()
-    pool_slots = model.num_blocks * model.block_size
 
     def policy(name: str, meter: WasteMeter) -> Policy:
         slots = meter.held_seconds / seconds

@@ -92,7 +92,8 @@ class Choice:
             split = num_prompt - first
             yield from self._prompt_outputs(tokens[:split], logprobs)
             first, tokens, logprobs = first + split, tokens[split:], logprobs[split:] if logprobs else None
-        text, shown = "", ()
+        text: str = ""
+        shown: tuple[OutputToken, ...] = ()
         if tokens and self.stop_length is None:
             if not self.count:
                 self._detokenizer.skip_special_tokens(self._request.skip_special_tokens)

@@ -68,6 +68,8 @@ class EngineClient:
         self._last_sequence = 0
         self._streams: dict[int, tuple[Stream, Choice]] = {}  # by handle: without a terminal event
         self._aborted: set[int] = set()  # handles that the scheduler may still hold
+        self._idle = asyncio.Event()  # nothing is open
+        self._idle.set()
         self.draining = False
 
     async def start(self) -> None:
@@ -86,11 +88,16 @@ class EngineClient:
         self._end_open("the frontend is shutting down")
         if handles:
             self._send(Abort(sequences=int64(handles)))
+        self._header = None
         self._link.stop()
 
     def drain(self) -> None:
         """Accept nothing new from now on."""
         self.draining = True
+
+    async def idle(self) -> None:
+        """Until nothing is open."""
+        await self._idle.wait()
 
     # --- Engine -------------------------------------------------------------------------------------------------
 
@@ -128,17 +135,16 @@ class EngineClient:
         stream = Stream(self, add, self._loop.time())
         for choice in stream.choices:
             self._streams[choice.start.sequence] = (stream, choice)
+        self._idle.clear()
         self._send(add)
         return stream
 
     def metrics(self) -> dict[str, float]:
         """See Engine."""
-        totals: dict[str, float] = {}
-        if self._beat is not None:
-            totals = {**self._beat.metrics, **self._beat.frontend_totals}
+        totals = dict(self._beat.frontend_totals) if self._beat is not None else {}
         for name, value in self._counters().items():
             totals[name] = totals.get(name, 0.0) + value
-        return totals
+        return {**self._beat.metrics, **totals} if self._beat is not None else totals
 
     # --- asked by streams ---------------------------------------------------------------------------------------
 
@@ -151,10 +157,17 @@ class EngineClient:
     def abort_stream(self, stream: Stream) -> None:
         """Give the blocks back; the stream ends by itself."""
         handles = [choice.start.sequence for choice in stream.open]
-        handles = [handle for handle in handles if self._streams.pop(handle, None) is not None]
+        handles = [handle for handle in handles if self._close(handle) is not None]
         self._aborted.update(handles)
         if handles:
             self._send(Abort(sequences=int64(handles)))
+
+    def _close(self, handle: int) -> Stream | None:
+        """The sequence needs no more from the scheduler; its stream, or None when it was closed before."""
+        stream, _ = self._streams.pop(handle, (None, None))
+        if not self._streams:
+            self._idle.set()
+        return stream
 
     # --- the link -----------------------------------------------------------------------------------------------
 
@@ -179,6 +192,7 @@ class EngineClient:
             elif isinstance(message, Refused):
                 self._refuse(message)
             else:
+                self._note_number(header.number, header.number)
                 self._beat = message
                 self._heard = self._loop.time()
         if acks:
@@ -213,10 +227,7 @@ class EngineClient:
 
     def _frame(self, number: int, frame: TokenFrame) -> list[int]:
         """Hand the ranges to their streams; returns the handles whose end can be acknowledged."""
-        if number != self._last_frame + 1:
-            log.warning("frames lost", last=self._last_frame, number=number)
-            self._tell_all()
-        self._last_frame = number
+        self._note_number(number, number - 1)
         tokens, at = frame.tokens.tolist(), 0
         logprobs = logprobs_by_row(frame, tokens)
         ranges = zip(frame.sequences.tolist(), frame.firsts.tolist(), frame.counts.tolist(), strict=True)
@@ -229,6 +240,13 @@ class EngineClient:
             at += count
         return [end.sequence for end in frame.ends if self._end(end)]
 
+    def _note_number(self, number: int, expected: int) -> None:
+        """Frame `number` is the newest; all up to `expected` should have come in before."""
+        if self._last_frame < expected:
+            log.warning("frames lost", last=self._last_frame, number=number)
+            self._tell_all()
+        self._last_frame = number
+
     def _end(self, end: End) -> bool:
         """Whether the end is known now, so that the scheduler may forget the sequence."""
         known = self._streams.get(end.sequence)
@@ -238,14 +256,14 @@ class EngineClient:
         stream, choice = known
         if not choice.close(end):
             return False
-        del self._streams[end.sequence]
+        self._close(end.sequence)
         stream.wake(choice)
         return True
 
     def _refuse(self, refused: Refused) -> None:
         error = RequestRefused(refused.code, refused.message, refused.retry_after)
-        named = [self._streams.pop(handle)[0] for handle in refused.sequences.tolist() if handle in self._streams]
-        for stream in set(named):
+        closed = [self._close(handle) for handle in refused.sequences.tolist()]
+        for stream in {stream for stream in closed if stream is not None}:
             self.abort_stream(stream)  # what it did not name
             stream.refuse(error)
 
@@ -279,5 +297,6 @@ class EngineClient:
         self._aborted.update(self._streams)
         streams = {stream for stream, _ in self._streams.values()}
         self._streams.clear()
+        self._idle.set()
         for stream in streams:
             stream.end_all(FinishReason.UNAVAILABLE, why)

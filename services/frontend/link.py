@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextvars import copy_context
 from enum import Enum
 
 import structlog
@@ -50,6 +51,8 @@ class LinkThread(threading.Thread):
         self._lock = threading.Lock()
         self._inbox: list[Incoming] = []  # guarded by _lock; the loop is woken when it was empty
         self._stopping = False
+        # Log lines of the thread, and of what it wakes, say what those of its maker say.
+        self._thread_context, self._loop_context = copy_context(), copy_context()
 
     def send(self, header: Header, message: FrontendToScheduler) -> None:
         """Queue a message; DOWN comes in when it could not be sent."""
@@ -65,6 +68,9 @@ class LinkThread(threading.Thread):
 
     def run(self) -> None:
         """Until `stop`."""
+        self._thread_context.run(self._pump)
+
+    def _pump(self) -> None:
         poller = zmq.Poller()
         for readable in (self._dealer.socket, self._dealer.monitor, self._outbox.fd):
             poller.register(readable, zmq.POLLIN)
@@ -105,7 +111,7 @@ class LinkThread(threading.Thread):
             asleep = not self._inbox
             self._inbox += came
         if asleep:
-            self._loop.call_soon_threadsafe(self._drain)
+            self._loop.call_soon_threadsafe(self._drain, context=self._loop_context)
 
     def _drain(self) -> None:
         with self._lock:

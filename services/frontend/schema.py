@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+REQUEST_ID_RULE = "must be 1 to 128 letters, digits, '.', '_', ':' or '-', and begin with a letter or digit"
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_STOPS = 16
@@ -39,8 +40,8 @@ def _biases(value: object) -> object:
 
 
 def _request_id(value: str) -> str:
-    if REQUEST_ID.fullmatch(value) is None:
-        raise ValueError("must be 1 to 128 letters, digits, '.', '_', ':' or '-', and begin with one of the first two")
+    if REQUEST_ID_PATTERN.fullmatch(value) is None:
+        raise ValueError(REQUEST_ID_RULE)
     return value
 
 

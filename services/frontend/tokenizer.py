@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,11 +49,12 @@ class DecoderRules:
     strip: int = 0
 
 
-def read_decoder(decoder: Mapping[str, Any] | None, where: str) -> DecoderRules:
+def read_decoder(decoder: dict[str, Any] | None, where: str) -> DecoderRules:
     """The rules of the "decoder" in a tokenizer.json; ModelError when one of its parts is not known."""
     byte_level, byte_fallback, fused, strip = False, False, False, 0
     replacements: list[tuple[str, str]] = []
-    steps = decoder.get("decoders", []) if decoder and decoder["type"] == "Sequence" else [decoder]
+    decoder = decoder or {}
+    steps: list[dict[str, Any]] = decoder["decoders"] if decoder.get("type") == "Sequence" else [decoder]
     for step in steps:
         match step:
             case {"type": "ByteLevel"}:
@@ -108,8 +109,7 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, where: str = "tokenizer.json") -> None:
-        state = json.loads(tokenizer.to_str())
-        rules = read_decoder(state.get("decoder"), where)
+        rules = read_decoder(None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__()), where)
         tokenizer.no_truncation()
         tokenizer.no_padding()
         added = tokenizer.get_added_tokens_decoder()
@@ -130,7 +130,7 @@ class Tokenizer:
         self.visible_pieces = [b"" if id in self.special else piece for id, piece in enumerate(self.pieces)]
         self.strip = rules.strip
         self.prefix = tuple(tokenizer.encode("").ids)
-        shrink = 1 if state.get("normalizer") is None else NORMALIZER_SHRINKS
+        shrink = 1 if tokenizer.normalizer is None else NORMALIZER_SHRINKS
         self.max_bytes_per_token = shrink * max(map(len, self.pieces))
 
     @classmethod

@@ -8,7 +8,7 @@ checks the lengths in tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -23,7 +23,16 @@ from services.frontend.schema import (
     CompletionBody,
 )
 
-__all__ = ["GenerateRequest", "Limits", "ValidationFailed", "limits_of", "validate_chat", "validate_completion"]
+__all__ = [
+    "GenerateRequest",
+    "Limits",
+    "ValidationFailed",
+    "check_ids",
+    "check_model",
+    "limits_of",
+    "validate_chat",
+    "validate_completion",
+]
 
 GREEDY_BELOW = 1e-5
 DEFAULT_COMPLETION_TOKENS = 16
@@ -94,6 +103,32 @@ def validate_chat(
     )
 
 
+def check_model(body: object, limits: Limits) -> None:
+    """The body is an object, and if it names a model, it is ours."""
+    if not isinstance(body, dict):
+        raise ValidationFailed("the body must be a JSON object")
+    name = body.get("model")
+    if isinstance(name, str) and not limits.model.answers_to(name):
+        raise ValidationFailed(
+            f"model {name[:100]!r} does not exist; this server has {limits.model.id!r}",
+            "model",
+            404,
+            "model_not_found",
+        )
+
+
+def check_ids(ids: list[object], field: str, limits: Limits) -> tuple[int, ...]:
+    """Token ids of the vocabulary, not more than the context holds. The length is checked before they are looked at."""
+    param, size = field.partition("[")[0], limits.model.config.vocab_size
+    if limits.max_length and len(ids) > limits.max_length:
+        raise ValidationFailed(
+            f"{field} has {len(ids)} tokens, and the context is {limits.max_length} tokens; shorten it", param
+        )
+    if not all(type(id) is int for id in ids):
+        raise ValidationFailed(f"{field} must hold token ids (integers) only", param)
+    return _ids(cast("list[int]", ids), size, field)
+
+
 def _parse(kind: type[B], body: object, lacking: Mapping[str, tuple[object, ...]], limits: Limits) -> tuple[B, int]:
     """The typed body and the number of unknown fields. The model's name goes first: others depend on it."""
     if not isinstance(body, dict):
@@ -109,9 +144,11 @@ def _parse(kind: type[B], body: object, lacking: Mapping[str, tuple[object, ...]
         raise _failure(error) from None
     ignored = 0
     for field, value in (parsed.model_extra or {}).items():
+        if value is None:
+            continue
         if field not in lacking:
             ignored += 1
-        elif value is not None and not any(_same(value, allowed) for allowed in lacking[field]):
+        elif not any(_same(value, allowed) for allowed in lacking[field]):
             raise ValidationFailed(f"{field} is not offered by this server; leave it out", field)
     return parsed, ignored
 
@@ -205,9 +242,10 @@ def _sampling(parsed: Body, limits: Limits, logprobs: int, prompt_logprobs: int)
 
 def _ids(ids: Sequence[int], vocab_size: int, field: str) -> tuple[int, ...]:
     """Ids of the vocabulary; others would read past the end of the logits."""
-    for id in ids:
-        if not 0 <= id < vocab_size:
-            raise ValidationFailed(f"{field} holds token id {id}, which is not from 0 to {vocab_size - 1}", field)
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        wrong = next(id for id in ids if not 0 <= id < vocab_size)
+        message = f"{field} holds token id {wrong}, which is not from 0 to {vocab_size - 1}"
+        raise ValidationFailed(message, field.partition("[")[0])
     return tuple(ids)
 
 
@@ -229,21 +267,11 @@ def _prompts(prompt: object, limits: Limits) -> tuple[Prompt, ...]:
 
 
 def _prompt(prompt: object, field: str, limits: Limits) -> Prompt:
-    """One prompt. The length of ids is checked before they are looked at."""
+    """One prompt."""
     if not prompt and isinstance(prompt, str | list):
         raise ValidationFailed(f"{field} is empty; give at least one token", "prompt")
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
         raise ValidationFailed(f"{field} must be text or token ids", "prompt")
-    if limits.max_length and len(prompt) > limits.max_length:
-        raise ValidationFailed(
-            f"{field} has {len(prompt)} tokens, and the context is {limits.max_length} tokens; shorten it", "prompt"
-        )
-    if not all(type(id) is int for id in prompt):
-        raise ValidationFailed(f"{field} must hold token ids (integers) only", "prompt")
-    size = limits.model.config.vocab_size
-    if min(prompt) < 0 or max(prompt) >= size:
-        wrong = next(id for id in prompt if not 0 <= id < size)
-        raise ValidationFailed(f"{field} holds token id {wrong}, which is not from 0 to {size - 1}", "prompt")
-    return tuple(prompt)
+    return check_ids(prompt, field, limits)

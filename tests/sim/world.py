@@ -26,6 +26,7 @@ from proto.messages import (
     Refused,
     Reset,
     SamplingParams,
+    SchedulerBeat,
     SequenceStart,
     Shutdown,
     StepPlan,
@@ -193,6 +194,9 @@ class FrontendNode:
                 self.sequences[handle].refused = message
         elif isinstance(message, TokenFrame):
             self.on_frame(header, message)
+        elif isinstance(message, SchedulerBeat) and header.number >= self.next_number:
+            self.next_number = header.number + 1
+            self.add_all()
 
     def add_all(self) -> None:
         for sequence in self.sequences.values():

@@ -40,6 +40,7 @@ class Sequence:
     reason: FinishReason = FinishReason.NONE
     logprobs: dict[int, Entry] = field(default_factory=dict)
     logprobs_from: int = 0
+    reported: int = 0  # logprobs before the last Join
 
     @property
     def output(self) -> list[int]:
@@ -59,7 +60,7 @@ class Driver:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.leaves: list[int] = []
-        self.count = 0
+        self.sequences: list[Sequence] = []
         self.steps = 0
         runner.reset()
         self.poison(self.free)
@@ -67,10 +68,9 @@ class Driver:
     def add(
         self, prompt: list[int], *, max_tokens: int = 16, seed: int = 0, params: SamplingParams | None = None
     ) -> Sequence:
-        self.count += 1
         params = params or SamplingParams()
         sequence = Sequence(
-            number=self.count,
+            number=len(self.sequences),
             prompt=list(prompt),
             params=params,
             max_length=len(prompt) + max_tokens,
@@ -78,6 +78,7 @@ class Driver:
             tokens=list(prompt),
             logprobs_from=1 if params.prompt_logprobs >= 0 else len(prompt),
         )
+        self.sequences.append(sequence)
         self.waiting.append(sequence)
         return sequence
 
@@ -87,7 +88,8 @@ class Driver:
         self._leave(sequence)
         self.give_back(sequence.blocks)
         sequence.row, sequence.computed, sequence.blocks = -1, 0, []
-        sequence.logprobs_from = len(sequence.tokens)
+        sequence.logprobs_from += len(sequence.logprobs) - sequence.reported
+        sequence.reported = len(sequence.logprobs)
         self.waiting.append(sequence)
 
     def run(self) -> None:

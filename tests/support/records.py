@@ -7,6 +7,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from proto import messages as m
@@ -14,11 +15,15 @@ from proto import messages as m
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 
+# Time says nothing about the code where the machine is busy with other tests.
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
 small = st.integers(0, 5)
 ids = st.integers(0, INT32_MAX)
 handles = st.integers(1, INT64_MAX)
 names = st.text(min_size=1, max_size=12)
 maybe_names = st.just("") | names
+paths = names.map(lambda text: text.replace("\0", "/"))
 finite = st.floats(allow_nan=False, allow_infinity=False)
 seconds = st.floats(0, 1e9)
 counters = st.dictionaries(st.text(max_size=20), finite, max_size=3)
@@ -209,8 +214,8 @@ copies = st.lists(ids, min_size=3, max_size=3, unique=True).map(
     lambda three: m.Copy(group=three[0], source=three[1], target=three[2])
 )
 reserved_entries = st.one_of(
-    st.builds(m.SetWeights, version=st.integers(1, INT32_MAX), path=names),
-    st.builds(m.LoadAdapter, name=names, path=names),
+    st.builds(m.SetWeights, version=st.integers(1, INT32_MAX), path=paths),
+    st.builds(m.LoadAdapter, name=names, path=paths),
     st.builds(m.Transfer, group=ids, peer=names, blocks=columns(ids)),
 )
 
@@ -282,7 +287,7 @@ RECORDS: dict[type, st.SearchStrategy[Any]] = {
     m.Heartbeat: st.builds(
         m.Heartbeat, worker=names, last_plan=st.integers(0, INT64_MAX), phase=st.sampled_from(m.Phase)
     ),
-    m.WorkerFault: st.builds(m.WorkerFault, message=st.text(max_size=20)),
+    m.WorkerFault: st.builds(m.WorkerFault, message=st.text(max_size=20), executing=st.booleans()),
     m.StepResult: step_results(),
     m.Reset: st.builds(m.Reset),
     m.Shutdown: st.builds(m.Shutdown, reason=st.text(max_size=20)),

@@ -61,6 +61,11 @@ def test_the_command_prints_a_table_or_json(capsys):
     assert printed["requests"] == 10
 
 
+def test_a_pool_that_is_too_small_is_one_clear_line():
+    with pytest.raises(waste.BenchError, match="--pool-tokens must be at least"):
+        waste.main(pool_tokens=160, num_requests=10)
+
+
 def plan(**columns) -> StepPlan:
     defaults = {
         "leaves": int32(),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from proto import codec
 from proto import messages as m
 from proto.codec import CodecError, decode, encode
-from tests.support.records import RECORDS, headers, same
+from tests.support.records import RECORDS, headers, patient, same
 
 DIRECTIONS = {
     record: direction
@@ -45,7 +45,7 @@ def test_every_message_has_a_strategy_and_one_direction() -> None:
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
 def test_round_trip(record: type) -> None:
-    @settings(max_examples=25, deadline=None)
+    @settings(patient, max_examples=25)
     @given(headers, RECORDS[record])
     def holds(header: m.Header, message: m.Message) -> None:
         data = encode(header, message)
@@ -243,7 +243,7 @@ def check_decodes_or_refuses(data: bytes) -> None:
         assert same(reread, message)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(patient, max_examples=150)
 @given(st.data(), st.one_of(*RECORDS.values()))
 def test_one_changed_value_is_read_or_refused(data: st.DataObject, message: m.Message) -> None:
     frame = msgpack.unpackb(encode(HEADER, message))
@@ -258,7 +258,7 @@ def test_one_changed_value_is_read_or_refused(data: st.DataObject, message: m.Me
     check_decodes_or_refuses(msgpack.packb(frame))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(patient, max_examples=60)
 @given(st.randoms(use_true_random=False), st.one_of(*RECORDS.values()))
 def test_changed_bytes_are_read_or_refused(random: Any, message: m.Message) -> None:
     data = bytearray(encode(HEADER, message))
@@ -274,7 +274,7 @@ def test_changed_bytes_are_read_or_refused(random: Any, message: m.Message) -> N
         check_decodes_or_refuses(bytes(data[: random.randrange(len(data))]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(patient, max_examples=200)
 @given(st.binary(max_size=64))
 def test_random_bytes_are_refused(data: bytes) -> None:
     check_decodes_or_refuses(data)

@@ -35,9 +35,9 @@ async def client_of(run_dir: RunDir, recovery_timeout: float = 20.0) -> AsyncIte
         await client.stop()
 
 
-async def until(condition, timeout: float = 10.0) -> None:
+async def until(condition) -> None:
     """Look every few milliseconds: the other side is a thread of its own."""
-    async with asyncio.timeout(timeout):
+    async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.005)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from proto import messages as m
 from proto.checks import CHECKS, check, unimplemented
 from proto.errors import CodecError
-from tests.support.records import served_plans
+from tests.support.records import patient, served_plans
 
 PARAMS = m.SamplingParams(eos_ids=(2,), bias_ids=(4,), bias_values=(1.5,))
 LOGPROBS = m.Logprobs(
@@ -256,7 +256,7 @@ def test_what_is_served_is_not_named() -> None:
         assert unimplemented(message) is None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(patient, max_examples=30)
 @given(served_plans)
 def test_plans_of_served_parts_are_served(plan: m.StepPlan) -> None:
     assert unimplemented(plan) is None

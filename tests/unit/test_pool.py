@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpool.pool import BlockPool, HolderKind, PoolError
 from kvpool.table import BlockTable
+from tests.support.records import patient
 
 TABLE, INDEX, GROUP, TRANSFER = HolderKind
 
@@ -49,9 +50,7 @@ def test_a_release_of_what_is_not_held_changes_nothing() -> None:
     pool = BlockPool(8, 16)
     pool.allocate(2)
     pool.share([1], GROUP)
-    with pytest.raises(
-        PoolError, match=r"block 1 1 time\(s\) from INDEX: its holders are TABLE × 1, GROUP × 1"
-    ):
+    with pytest.raises(PoolError, match=r"block 1 1 time\(s\) from INDEX: its holders are TABLE × 1, GROUP × 1"):
         pool.release([1], INDEX)
     with pytest.raises(PoolError, match=r"block 0 2 time\(s\) from TABLE: its holders are TABLE × 1$"):
         pool.release([1, 0, 0], TABLE)
@@ -119,9 +118,9 @@ def test_validate_finds_a_block_that_is_free_twice_or_lost() -> None:
 
 def test_a_million_blocks() -> None:
     tracemalloc.start()
-    began = time.perf_counter()
+    began = time.process_time()
     pool = BlockPool(1_000_000, 16)
-    seconds = time.perf_counter() - began
+    seconds = time.process_time() - began
     bytes_held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
     assert seconds < 1.0
@@ -203,5 +202,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.used == len(held)
 
 
-PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(patient, max_examples=40, stateful_step_count=25)
 TestPool = PoolMachine.TestCase

@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from proto.messages import Int32
@@ -20,6 +21,7 @@ from worker.models.llama import decode, logits, rope_table
 from worker.models.weights import DecoderWeights, load_weights
 from worker.ranking import CHUNK, score
 from worker.sampler import sample
+from worker.sampling import NO_TOKEN
 
 
 class CpuExecutor:
@@ -63,9 +65,9 @@ class CpuExecutor:
             logits_SV = logits(self.weights, hidden[torch.from_numpy(inputs.sample.tokens)])
             tokens = sample(logits_SV, inputs.sample)
             return StepOutputs(
-                finite=_finite(inputs, hidden, logits_SV),
+                finite=_finite(inputs, hidden, logits_SV, tokens),
                 tokens=tokens,
-                sampled=_score_sampled(logits_SV, tokens, inputs.sample.logprobs),
+                sampled=_score_sampled(logits_SV, tokens, inputs.sample.tops),
                 prompt=self._score_prompt(hidden, inputs.score),
             )
 
@@ -105,8 +107,8 @@ def _score_sampled(logits_SV: Tensor, tokens: Int32, wanted: Int32) -> Scores | 
     return score(logits_SV, targets, int(wanted.max()))
 
 
-def _finite(inputs: StepInputs, hidden: Tensor, logits_SV: Tensor) -> np.ndarray:
+def _finite(inputs: StepInputs, hidden: Tensor, logits_SV: Tensor, sampled: Int32) -> NDArray[np.bool_]:
     """[A]. A NaN or infinity at a token stays in its hidden state, so these stand for the KV that was written."""
     tokens = torch.isfinite(hidden).all(dim=-1).numpy()
-    tokens[inputs.sample.tokens] &= torch.isfinite(logits_SV).all(dim=-1).numpy()
-    return np.logical_and.reduceat(tokens, inputs.offsets[:-1])
+    tokens[inputs.sample.tokens] &= torch.isfinite(logits_SV).all(dim=-1).numpy() & (sampled != NO_TOKEN)
+    return np.asarray(np.logical_and.reduceat(tokens, inputs.offsets[:-1]))

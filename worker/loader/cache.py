@@ -34,7 +34,8 @@ def locked(file: Path) -> Iterator[None]:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise ModelError(
-            f"{file.parent}: cannot be written ({error.strerror}): set SIGNALBOX_HOME or SIGNALBOX_CACHE to a writable folder"
+            f"{file.parent}: cannot be written ({error.strerror}): "
+            "set SIGNALBOX_HOME or SIGNALBOX_CACHE to a writable folder"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

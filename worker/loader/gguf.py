@@ -64,9 +64,7 @@ def open_gguf(file: Path) -> tuple[Path, str]:
 def read_tensors(file: Path, folder: Path) -> dict[str, TensorEntry]:
     """The tensors of a GGUF file, from its cache folder; checked against the file's size."""
     index = read_json(folder / TENSORS_FILE)
-    entries = [
-        TensorEntry(file=file, **(fields | {"shape": tuple(fields["shape"])})) for fields in index["tensors"]
-    ]
+    entries = [TensorEntry(file=file, **(fields | {"shape": tuple(fields["shape"])})) for fields in index["tensors"]]
     size = file.stat().st_size
     for entry in entries:
         if entry.offset + entry.nbytes > size:

@@ -17,7 +17,7 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# GGUF files carry the result of Llama 3's RoPE scaling instead of its settings; all models that use it were made with these.
+# GGUF files carry the result of Llama 3's RoPE scaling, not its settings; all models that use it were made with these.
 _LLAMA3_BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Metadata keys of ids that end the text: the end of a document, of a turn, of a message.
 _END_KEYS = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")

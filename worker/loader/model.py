@@ -1,4 +1,4 @@
-"""`open_model`: everything that a worker or a frontend must know about a local model, checked before anything starts."""
+"""`open_model`: everything that a worker or a frontend must know about a local model, checked before a start."""
 
 from __future__ import annotations
 
@@ -161,8 +161,6 @@ def _generation(folder: Path, config: ModelConfig) -> GenerationDefaults:
 
 
 def _fingerprint(config: ModelConfig, tensors: Mapping[str, TensorEntry], content: str) -> str:
-    index = [
-        [t.name, t.file.name, t.offset, t.dtype, t.shape] for t in sorted(tensors.values(), key=lambda t: t.name)
-    ]
+    index = [[t.name, t.offset, t.dtype, t.shape] for t in sorted(tensors.values(), key=lambda t: t.name)]
     said = json.dumps([dataclasses.asdict(config), index, content], sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()

@@ -1,7 +1,8 @@
 """The tensor index of a Hugging Face folder, from the headers of its safetensors files alone.
 
-Format (huggingface.co/docs/safetensors): u64 little-endian header length, a JSON header, then the tensors' bytes, which
-cover the rest of the file without gap or overlap. A sharded model has an index file that says which shard holds each tensor.
+Format (huggingface.co/docs/safetensors): u64 little-endian header length, a JSON header, then the tensors' bytes,
+which cover the rest of the file without gap or overlap. A sharded model has an index file that says which shard holds
+each tensor.
 """
 
 from __future__ import annotations
@@ -58,12 +59,7 @@ def read_index(folder: Path) -> list[Shard]:
 
 
 def all_tensors(shards: list[Shard]) -> dict[str, TensorEntry]:
-    return {
-        name: entry
-        for shard in shards
-        for name, entry in shard.tensors.items()
-        if not name.endswith(_DERIVED)
-    }
+    return {name: entry for shard in shards for name, entry in shard.tensors.items() if not name.endswith(_DERIVED)}
 
 
 def content_key(shards: list[Shard]) -> str:
@@ -144,9 +140,7 @@ def _parse_header(file: Path, header: bytes, size: int) -> dict[str, TensorEntry
     if not isinstance(fields, dict):
         raise ModelError(f"{file}: its header is not a JSON object: {_AGAIN}")
     data_start = 8 + len(header)
-    tensors = {
-        name: _entry(file, name, field, data_start) for name, field in fields.items() if name != "__metadata__"
-    }
+    tensors = {name: _entry(file, name, field, data_start) for name, field in fields.items() if name != "__metadata__"}
     _check_cover(file, sorted(tensors.values(), key=lambda entry: (entry.offset, entry.nbytes)), data_start, size)
     return tensors
 

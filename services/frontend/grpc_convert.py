@@ -1,0 +1,197 @@
+"""Between the messages of signalbox.v1 and what the validator takes and the generation yields. No waiting here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from proto import signalbox_pb2 as pb
+from proto.messages import FinishReason
+from services.frontend.request import GenerateRequest, Limits, ValidationFailed
+from services.frontend.tokenizer import Tokenizer
+from services.frontend.types import Output, OutputToken, Usage
+from services.frontend.validate import validate_chat, validate_completion
+
+# Fields that the validator's body has under the same name and with the same meaning.
+PLAIN_FIELDS = (
+    "request_id",
+    "model",
+    "add_special_tokens",
+    "n",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "echo",
+    "prompt_logprobs",
+    "priority",
+    "timeout",
+    "user",
+)
+LIST_FIELDS = ("allowed_token_ids", "stop", "stop_token_ids")
+# Names in the body of a chat that this API spells otherwise.
+RENAMED = {"messages": "chat.messages", "top_logprobs": "logprobs"}
+
+
+def validated(message: pb.GenerateRequest, limits: Limits, request_id: str, *, stream: bool) -> GenerateRequest:
+    """The request, judged by the validator that HTTP has too. Raises ValidationFailed with our field names.
+
+    request_id: holds when the message has none.
+    """
+    if stream and message.HasField("prompt_logprobs"):
+        raise ValidationFailed("prompt_logprobs cannot be streamed; call GenerateOnce", "prompt_logprobs")
+    try:
+        if message.HasField("chat"):
+            return validate_chat(chat_body(message), limits, request_id=request_id, details=True)
+        return validate_completion(completion_body(message), limits, request_id=request_id, details=True)
+    except ValidationFailed as error:
+        raise renamed(error) from None
+
+
+def renamed(error: ValidationFailed) -> ValidationFailed:
+    """The same error with the field as this API spells it, also at the beginning of the message."""
+    for theirs, ours in RENAMED.items():
+        if error.param is not None and error.param.startswith(theirs):
+            message = error.message
+            if message.startswith(theirs):
+                message = ours + message.removeprefix(theirs)
+            return ValidationFailed(message, ours + error.param.removeprefix(theirs), error.status, error.code)
+    return error
+
+
+def completion_body(message: pb.GenerateRequest) -> dict[str, Any]:
+    """The body of a completion with only the fields that are set."""
+    body = common_body(message)
+    if message.HasField("text"):
+        body["prompt"] = message.text
+    elif message.HasField("token_ids"):
+        body["prompt"] = list(message.token_ids.ids)
+    if message.HasField("logprobs"):
+        body["logprobs"] = message.logprobs
+    return body
+
+
+def chat_body(message: pb.GenerateRequest) -> dict[str, Any]:
+    """The body of a chat completion with only the fields that are set."""
+    body = common_body(message)
+    body["messages"] = [
+        {"role": turn.role, "content": turn.content} | ({"name": turn.name} if turn.HasField("name") else {})
+        for turn in message.chat.messages
+    ]
+    if message.chat.HasField("add_generation_prompt"):
+        body["add_generation_prompt"] = message.chat.add_generation_prompt
+    if message.HasField("logprobs"):
+        body |= {"logprobs": True, "top_logprobs": message.logprobs}
+    return body
+
+
+def common_body(message: pb.GenerateRequest) -> dict[str, Any]:
+    """What both bodies share."""
+    body: dict[str, Any] = {name: getattr(message, name) for name in PLAIN_FIELDS if message.HasField(name)}
+    body |= {name: list(values) for name in LIST_FIELDS if (values := getattr(message, name))}
+    if message.logit_bias:
+        body["logit_bias"] = {str(token): value for token, value in message.logit_bias.items()}
+    return body
+
+
+class ResponseMaker:
+    """Makes the responses to one request."""
+
+    def __init__(self, request: GenerateRequest, model: str, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._model = model
+        self._tokenizer = tokenizer
+        self._name = request.request_id or ""
+
+    def increment(self, output: Output) -> pb.GenerateResponse:
+        """What is new in one choice."""
+        response = pb.GenerateResponse(
+            request_id=self._name,
+            index=output.index,
+            text=output.text,
+            token_ids=[token.id for token in output.tokens],
+            logprobs=self._logprobs(output.tokens, prompt=output.prompt),
+            prompt=output.prompt,
+            finish_reason=finish_reason(output.finish_reason),
+            message=output.message,
+            usage=usage(output.usage),
+        )
+        set_stop_reason(response, output.stop_reason)
+        return response
+
+    def whole(self, outputs: Sequence[Output]) -> pb.GenerateOnceResponse:
+        """All choices, from all outputs of the request in the order in which they came."""
+        prompt = [token for output in outputs if output.prompt and output.index == 0 for token in output.tokens]
+        params, echo = self._request.params, self._request.echo
+        return pb.GenerateOnceResponse(
+            request_id=self._name,
+            model=self._model,
+            choices=[
+                self._choice(index, [output for output in outputs if output.index == index])
+                for index in range(self._request.n)
+            ],
+            usage=usage(outputs[-1].usage),
+            prompt_token_ids=[token.id for token in prompt] if echo or params.prompt_logprobs >= 0 else (),
+            prompt_logprobs=self._logprobs(prompt, prompt=True),
+        )
+
+    def _choice(self, index: int, outputs: Sequence[Output]) -> pb.Choice:
+        tokens = [token for output in outputs if not output.prompt for token in output.tokens]
+        last = outputs[-1]
+        choice = pb.Choice(
+            index=index,
+            text="".join(output.text for output in outputs),
+            token_ids=[token.id for token in tokens],
+            logprobs=self._logprobs(tokens, prompt=False),
+            finish_reason=finish_reason(last.finish_reason),
+            message=last.message,
+        )
+        set_stop_reason(choice, last.stop_reason)
+        return choice
+
+    def _logprobs(self, tokens: Iterable[OutputToken], *, prompt: bool) -> list[pb.TokenLogprob]:
+        """One for each token, or none when they were not asked for."""
+        params = self._request.params
+        if (params.prompt_logprobs if prompt else params.logprobs) < 0:
+            return []
+        return [self._logprob(token) for token in tokens]
+
+    def _logprob(self, token: OutputToken) -> pb.TokenLogprob:
+        result = pb.TokenLogprob(token_id=token.id, text=token.text, raw=token.raw, text_offset=token.text_offset)
+        if token.logprob is not None:
+            result.logprob, result.rank = token.logprob.logprob, token.logprob.rank
+            for id, value in token.logprob.top:
+                text, raw = self._tokenizer.text(id), self._tokenizer.piece(id)
+                result.top.add(token_id=id, logprob=value, text=text, raw=raw)
+        return result
+
+
+def finish_reason(reason: FinishReason) -> str:
+    """The name of the schema's value; its numbers are those of our own enum."""
+    return pb.FinishReason.Name(int(reason))
+
+
+def usage(counts: Usage) -> pb.Usage:
+    """The same counts."""
+    return pb.Usage(
+        prompt_tokens=counts.prompt_tokens,
+        completion_tokens=counts.completion_tokens,
+        cached_tokens=counts.cached_tokens,
+    )
+
+
+def set_stop_reason(target: pb.GenerateResponse | pb.Choice, reason: int | str | None) -> None:
+    """Exactly one of the two fields, or neither."""
+    if isinstance(reason, str):
+        target.stop_string = reason
+    elif reason is not None:
+        target.stop_token_id = reason

@@ -1,0 +1,47 @@
+"""grpc.health.v1: whether the engine can serve, for "" and each service; watchers are told of changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from grpc_health.v1 import health, health_pb2
+
+from services.frontend.types import Engine
+
+POLL_SECONDS = 0.1
+
+
+class ReadinessFollower:
+    """Keeps a health servicer equal to `engine.ready` until `stop`; from then on it says NOT_SERVING."""
+
+    def __init__(self, engine: Engine, services: Sequence[str]) -> None:
+        self.servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack aio
+        self._engine = engine
+        self._services = ("", *services)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Set the state once, then follow."""
+        await self._set(self._engine.ready)
+        self._task = asyncio.create_task(self._follow(), name="gRPC health")
+
+    async def stop(self) -> None:
+        """NOT_SERVING from now on; open watches stay and are told."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        await self.servicer.enter_graceful_shutdown()
+
+    async def _set(self, ready: bool) -> None:
+        status = health_pb2.HealthCheckResponse
+        for service in self._services:
+            await self.servicer.set(service, status.SERVING if ready else status.NOT_SERVING)
+
+    async def _follow(self) -> None:
+        told = self._engine.ready
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            if self._engine.ready != told:
+                told = not told
+                await self._set(told)

@@ -1,0 +1,110 @@
+"""The scheduler's process loop: what it does with frames that are not what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from proto.codec import SCHEDULER_TO_FRONTEND, decode, encode
+from proto.messages import FrontendBeat, FrontendHello, Header, Message, Reset, SchedulerBeat, Welcome
+from scheduler.config import SchedulerConfig
+from services.run_dir import RunDir
+from services.schedulerd import SchedulerService, config_of
+from services.settings import SchedulerSettings, SettingsError
+from services.transport import Dealer, Link, control_link, frontend_link
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir.prepare(tmp_path / "run")
+
+
+@pytest.fixture
+def service(run_dir: RunDir) -> Iterator[SchedulerService]:
+    service = SchedulerService(run_dir, SchedulerConfig())
+    yield service
+    service.state.validate()
+    service.close()
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context() as context:
+        yield context
+
+
+def connect(context: zmq.Context[zmq.Socket[bytes]], link: Link, identity: str) -> Dealer:
+    dealer = Dealer(context, link, identity)
+    assert dealer.monitor.poll(5000)
+    return dealer
+
+
+def ask(service: SchedulerService, dealer: Dealer, data: bytes) -> list[tuple[Header, Message]]:
+    """Send a frame, let the scheduler take it, and return what it answers within one more step."""
+    assert dealer.send(data)
+    assert service.poller.poll(5000)
+    service.step(0.0)
+    found = []
+    while dealer.socket.poll(100):
+        found += [decode(answer, SCHEDULER_TO_FRONTEND) for answer in dealer.receive()]
+    return found
+
+
+def test_a_hello_is_welcomed_and_told_the_state(service, context, run_dir):
+    dealer = connect(context, frontend_link(run_dir), "f1")
+    answers = ask(service, dealer, encode(Header(), FrontendHello(frontend="f")))
+    assert [type(message) for _, message in answers] == [Welcome, SchedulerBeat]
+    assert all(header.session == service.state.session for header, _ in answers)
+    dealer.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff" * 100, encode(Header(), Reset()), encode(Header(session=1), FrontendHello(frontend="f"))[:-3]],
+    ids=["empty", "noise", "another direction", "cut off"],
+)
+def test_bad_frames_are_dropped_and_counted(service, context, run_dir, data):
+    dealer = connect(context, frontend_link(run_dir), "f1")
+    assert ask(service, dealer, data) == []
+    assert service.state.totals.dropped == {"malformed": 1}
+    assert ask(service, dealer, encode(Header(), FrontendHello(frontend="f")))
+    dealer.close()
+
+
+def test_a_frame_of_an_old_session_does_nothing_but_a_beat_is_welcomed(service, context, run_dir):
+    dealer = connect(context, frontend_link(run_dir), "f1")
+    old = Header(session=service.state.session - 1, link=1)
+    (header, welcome), *_ = ask(service, dealer, encode(old, FrontendBeat(counters={"a": 1.0})))
+    assert isinstance(welcome, Welcome)
+    assert header.session == service.state.session
+    dealer.close()
+
+
+def test_a_worker_message_on_the_wrong_link_is_dropped(service, context, run_dir):
+    dealer = connect(context, control_link(run_dir), "w1")
+    ask(service, dealer, encode(Header(), FrontendHello(frontend="f")))
+    assert service.state.totals.dropped == {"malformed": 1}
+    dealer.close()
+
+
+def test_a_lost_peer_is_told_to_the_state_machine(service, context, run_dir):
+    dealer = connect(context, frontend_link(run_dir), "f1")
+    ask(service, dealer, encode(Header(), FrontendHello(frontend="f")))
+    dealer.close()
+    while service.state.frontends:
+        service.step(0.6)
+        service.state.validate()
+
+
+def test_a_second_scheduler_is_refused(service, run_dir):
+    with pytest.raises(SettingsError, match="already has a running scheduler"):
+        SchedulerService(run_dir, SchedulerConfig())
+
+
+def test_settings_reach_the_state_machine(tmp_path):
+    settings = SchedulerSettings(run_dir=tmp_path, max_num_seqs=3, max_num_batched_tokens=64, recovery_timeout=2.5)
+    config = config_of(settings)
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.recovery_timeout) == (3, 64, 2.5)

@@ -1,0 +1,199 @@
+"""The worker's process loop against a scripted scheduler over real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+import zmq
+
+from proto.codec import WORKER_TO_SCHEDULER, decode, encode
+from proto.messages import (
+    Header,
+    Heartbeat,
+    Message,
+    NewBlocks,
+    Phase,
+    Reset,
+    Shutdown,
+    StepPlan,
+    StepResult,
+    WorkerFault,
+    WorkerHello,
+    int32,
+)
+from services import status
+from services.run_dir import RunDir
+from services.transport import Router, control_link, plan_link
+from services.workerd import WorkerService
+from tests.support.threads import SimRunner, worker_thread
+
+EMPTY = StepPlan(
+    leaves=int32(),
+    joins=(),
+    entries=(),
+    rows=int32(),
+    starts=int32(),
+    counts=int32(),
+    blocks=(NewBlocks(counts=int32(), ids=int32()),),
+)
+
+
+@dataclass
+class Scripted:
+    """The scheduler's ends of a worker's two links."""
+
+    plans: Router
+    control: Router
+    peer: str = ""
+    seen: dict[Router, list[tuple[Header, Message]]] = field(default_factory=dict)
+
+    def expect(self, router: Router, kind: type[Message]) -> tuple[Header, Message]:
+        """The next message of this kind on one link; heartbeats before it are passed over."""
+        seen = self.seen.setdefault(router, [])
+        while True:
+            while seen:
+                header, message = seen.pop(0)
+                if isinstance(message, kind):
+                    return header, message
+                assert isinstance(message, Heartbeat), f"{message} instead of a {kind.__name__}"
+            assert router.socket.poll(5000), "nothing came"
+            for peer, data in router.receive():
+                assert peer is not None
+                self.peer = peer
+                seen.append(decode(data, WORKER_TO_SCHEDULER))
+
+    def order(self, header: Header, message: Message) -> None:
+        router = self.plans if isinstance(message, StepPlan) else self.control
+        assert router.send(self.peer, encode(header, message))
+
+    def join(self, epoch: int = 1) -> Header:
+        """Answer the worker's hello and see it confirm the epoch."""
+        self.expect(self.control, WorkerHello)
+        header = Header(session=9, link=1, epoch=epoch)
+        self.order(header, Reset())
+        told, _ = self.expect(self.control, Heartbeat)
+        assert told == header
+        return header
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir.prepare(tmp_path / "run")
+
+
+@pytest.fixture
+def runner() -> SimRunner:
+    return SimRunner()
+
+
+@pytest.fixture
+def scheduler(run_dir: RunDir) -> Iterator[Scripted]:
+    with zmq.Context() as context:
+        scripted = Scripted(Router(context, plan_link(run_dir)), Router(context, control_link(run_dir)))
+        yield scripted
+        scripted.plans.close()
+        scripted.control.close()
+
+
+@pytest.fixture
+def worker(scheduler: Scripted, run_dir: RunDir, runner: SimRunner) -> Iterator[WorkerService]:
+    with worker_thread(run_dir, runner) as service:
+        yield service
+
+
+def test_plans_are_answered_in_order(scheduler, worker, runner):
+    header = scheduler.join()
+    for number in (1, 2, 3):
+        scheduler.order(replace(header, number=number), EMPTY)
+    for number in (1, 2, 3):
+        told, result = scheduler.expect(scheduler.plans, StepResult)
+        assert told == replace(header, number=number)
+        assert 0 < result.seconds < 5
+    assert runner.executed == 3
+    while scheduler.expect(scheduler.control, Heartbeat)[1].last_plan != 3:
+        pass
+
+
+def test_heartbeats_go_on_during_a_long_step(scheduler, worker, runner):
+    header = scheduler.join()
+    runner.hold.clear()
+    scheduler.order(replace(header, number=1), EMPTY)
+    beats = [scheduler.expect(scheduler.control, Heartbeat)[1] for _ in range(4)]
+    assert beats[-1].phase is Phase.EXECUTING
+    runner.hold.set()
+    scheduler.expect(scheduler.plans, StepResult)
+
+
+@pytest.mark.parametrize("kind", ["gap", "unreadable", "fails"])
+def test_a_fault_is_told_and_ends_the_epoch(scheduler, worker, runner, kind):
+    header = scheduler.join()
+    scheduler.order(replace(header, number=1), EMPTY)
+    scheduler.expect(scheduler.plans, StepResult)
+    resets = runner.resets
+    words = {"gap": "plan 3 came after plan 1", "unreadable": "cannot be read", "fails": "RuntimeError: boom"}[kind]
+    if kind == "unreadable":
+        scheduler.plans.send(scheduler.peer, b"\x00")
+    elif kind == "gap":
+        scheduler.order(replace(header, number=3), EMPTY)
+    else:
+        runner.errors.append(RuntimeError("boom"))
+        scheduler.order(replace(header, number=2), EMPTY)
+    told, fault = scheduler.expect(scheduler.plans, WorkerFault)
+    assert (told.session, told.epoch) == (header.session, header.epoch)
+    assert words in fault.message
+    assert fault.executing == (kind == "fails")
+    assert runner.resets == resets + 1
+    scheduler.order(replace(header, number=2), EMPTY)  # of the epoch that is over
+    fresh = replace(header, epoch=2)
+    scheduler.order(fresh, Reset())
+    scheduler.order(replace(fresh, number=1), EMPTY)
+    assert scheduler.expect(scheduler.plans, StepResult)[0] == replace(fresh, number=1)
+
+
+def test_plans_of_another_epoch_are_not_run(scheduler, worker, runner):
+    header = scheduler.join()
+    for other in (replace(header, session=8), replace(header, epoch=4), replace(header, link=2)):
+        scheduler.order(replace(other, number=1), EMPTY)
+    scheduler.order(replace(header, number=1), EMPTY)
+    assert scheduler.expect(scheduler.plans, StepResult)[0] == replace(header, number=1)
+    assert runner.executed == 1
+
+
+def test_a_reset_during_a_long_step_is_confirmed_at_once_and_obeyed_after_it(scheduler, worker, runner):
+    header = scheduler.join()
+    runner.hold.clear()
+    scheduler.order(replace(header, number=1), EMPTY)
+    fresh = replace(header, epoch=2)
+    scheduler.order(fresh, Reset())
+    while scheduler.expect(scheduler.control, Heartbeat)[0] != fresh:
+        pass
+    scheduler.order(replace(fresh, number=1), EMPTY)
+    runner.hold.set()
+    assert scheduler.expect(scheduler.plans, StepResult)[0] == replace(header, number=1)
+    assert scheduler.expect(scheduler.plans, StepResult)[0] == replace(fresh, number=1)
+
+
+def test_a_scheduler_that_does_not_know_the_worker_gets_its_hello_again(scheduler, worker):
+    scheduler.join()
+    scheduler.order(Header(session=10), Reset())
+    assert scheduler.join(epoch=7).epoch == 7
+
+
+def test_the_hello_is_repeated_until_it_is_answered(scheduler, worker, run_dir):
+    scheduler.expect(scheduler.control, WorkerHello)
+    scheduler.join()
+    scheduler.expect(scheduler.control, Heartbeat)
+    found = status.find(run_dir.path, "worker", "w0")
+    assert found is not None
+    assert found.ready
+
+
+def test_a_worker_that_is_not_wanted_says_why(scheduler, worker):
+    scheduler.join()
+    scheduler.order(Header(session=9), Shutdown(reason="another fingerprint"))
+    while not worker.refused:
+        scheduler.expect(scheduler.control, Heartbeat)
+    assert worker.refused == "another fingerprint"
