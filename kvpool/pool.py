@@ -146,7 +146,6 @@ class BlockPool:
             for block in reversed(ids[idle].tolist()):
                 self.prefix.idle[block] = None
 
-<<<<<<< HEAD
     def _evict(self, count: int) -> None:
         """Make the `count` least recently used cached blocks free."""
         for _ in range(count):
@@ -157,8 +156,6 @@ class BlockPool:
             self._stack[self._num_free] = block
             self._num_free += 1
 
-=======
->>>>>>> main
     def validate(self, tables: Iterable[BlockTable], others: Mapping[HolderKind, Iterable[int]] | None = None) -> None:
         """Prove the books; raises PoolError on the first difference.
 
