@@ -90,7 +90,7 @@ class Choice:
         num_prompt = len(self._prompt.ids)
         if tokens and first < num_prompt:
             split = num_prompt - first
-            yield from self._prompt_outputs(tokens[:split], logprobs)
+            yield from self._prompt_outputs(tokens[:split], logprobs[:split] if logprobs else None)
             first, tokens, logprobs = first + split, tokens[split:], logprobs[split:] if logprobs else None
         text: str = ""
         shown: tuple[OutputToken, ...] = ()
@@ -120,18 +120,26 @@ class Choice:
         """Prompt tokens that follow those given before. Ids that the tokenizer added have no text."""
         for begin in range(0, len(ids), SLICE):
             part = ids[begin : begin + SLICE]
-            texts: list[str] = []
-            shown: list[OutputToken] = []
-            for place, token in enumerate(part, begin):
-                if self._request.details:
-                    shown.append(self._token(token, logprobs[place] if logprobs else None))
-                added, self._num_added = self._num_added > 0, max(0, self._num_added - 1)
-                if self._request.echo and not added:
-                    text = self._detokenizer.feed((token,))
-                    self._offset += len(text)
-                    texts.append(text)
-            if texts or shown:
-                yield self._output("".join(texts), tuple(shown), prompt=True)
+            if self._request.details:
+                entries = logprobs[begin : begin + SLICE] if logprobs else [None] * len(part)
+                pairs = [self._prompt_token(id, entry) for id, entry in zip(part, entries, strict=True)]
+                text, shown = "".join([text for text, _ in pairs]), tuple(token for _, token in pairs)
+            else:
+                text, shown = self._echoed(part), ()
+            if text or shown:
+                yield self._output(text, shown, prompt=True)
+
+    def _prompt_token(self, id: int, logprob: TokenLogprob | None) -> tuple[str, OutputToken]:
+        token = self._token(id, logprob)
+        return self._echoed((id,)), token
+
+    def _echoed(self, ids: Sequence[int]) -> str:
+        """The text of prompt tokens in an echo; empty when there is none."""
+        added = min(self._num_added, len(ids))
+        self._num_added -= added
+        text = self._detokenizer.feed(ids[added:]) if self._request.echo else ""
+        self._offset += len(text)
+        return text
 
     def _advance(
         self, tokens: list[int], first: int, logprobs: list[TokenLogprob] | None

@@ -37,6 +37,7 @@ async def generate(context: FrontendContext, request: GenerateRequest) -> AsyncG
         for choice in choices:
             for output in choice.echo_alone():
                 yield output
+                await asyncio.sleep(0)
         return
     async with aclosing(_run(context, request, prompts, choices, began)) as outputs:
         async for output in outputs:
@@ -64,12 +65,15 @@ async def _run(
             async for place, chunk in chunks:
                 index = place * request.n + chunk.index
                 choice, before = choices[index], choices[index].stop_length
-                timers[index].arrived(len(chunk.tokens) if chunk.first >= len(prompts[place].ids) else 0)
+                of_prompt = max(0, len(prompts[place].ids) - chunk.first)
+                timers[index].arrived(len(chunk.tokens) - of_prompt)
                 for output in choice.feed(chunk):
                     before = _tell_stop(streams[place], chunk.index, choice, before)
                     if output.finish_reason is not FinishReason.NONE:
                         timers[index].ended(output.finish_reason)
                     yield output
+                    if output.prompt:  # there may be many at once: others have their turn
+                        await asyncio.sleep(0)
                 _tell_stop(streams[place], chunk.index, choice, before)
     finally:
         for stream in streams:

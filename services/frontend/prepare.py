@@ -28,11 +28,12 @@ async def prepare(context: FrontendContext, request: GenerateRequest) -> list[Pr
     if request.chat:
         text = await render_chat(context, request)
         return [await _prepared(context, request, text, "messages")]
-    several = len(request.prompts) > 1
-    return [
-        await _prepared(context, request, prompt, f"prompt[{index}]" if several else "prompt")
-        for index, prompt in enumerate(request.prompts)
-    ]
+    prepared = []
+    for index, prompt in enumerate(request.prompts):
+        field = f"prompt[{index}]" if len(request.prompts) > 1 else "prompt"
+        prepared.append(await _prepared(context, request, prompt, field))
+        await asyncio.sleep(0)  # short texts are tokenised right here: others have their turn
+    return prepared
 
 
 async def render_chat(context: FrontendContext, request: GenerateRequest) -> str:

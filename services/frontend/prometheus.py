@@ -61,8 +61,8 @@ class ChoiceTimer:
         self._count = 0
 
     def arrived(self, count: int) -> None:
-        """`count` output tokens came from the engine."""
-        if not count or self._metrics is None:
+        """`count` output tokens came from the engine; nothing is measured when there are none."""
+        if count <= 0 or self._metrics is None:
             return
         now = time.monotonic()
         if self._count:

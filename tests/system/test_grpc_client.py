@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from proto import signalbox_pb2 as pb
 from proto import signalbox_pb2_grpc as pb_grpc
 from services.frontend.grpc_server import SERVICE
+from tests.support.engine_server import wait_for
 
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 
@@ -57,7 +58,7 @@ async def test_grpc_and_http_give_the_same_text(engine_server, stub):
     assert answer["usage"]["prompt_tokens"] == once.usage.prompt_tokens
 
 
-async def test_abort_and_deadline_leave_the_server_well(stub):
+async def test_abort_and_deadline_leave_the_server_well(engine_server, stub):
     long = GREEDY | {"max_tokens": 200}
     stream = stub.Generate(pb.GenerateRequest(text="Once", request_id="victim", **long))
     assert (await stream.read()).request_id == "victim"
@@ -71,6 +72,11 @@ async def test_abort_and_deadline_leave_the_server_well(stub):
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     once = await stub.GenerateOnce(pb.GenerateRequest(text="Once", **GREEDY))
     assert once.usage.completion_tokens == 12
+
+    def empty() -> bool:
+        return engine_server.metric("signalbox_kv_blocks_used") == 0
+
+    await asyncio.to_thread(wait_for, empty, "all KV blocks given back")
 
 
 async def test_bad_token_ids_are_refused_and_neighbours_go_on(stub):

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 
 from proto.checks import check
-from proto.messages import FinishReason, RefusalCode
+from proto.messages import End, FinishReason, RefusalCode
+from services.frontend.choice import Choice, Tally
 from services.frontend.context import FrontendContext
 from services.frontend.generation import generate
+from services.frontend.prepare import prepare
 from services.frontend.request import GenerateRequest, ValidationFailed, limits_of
-from services.frontend.types import Output, RequestRefused
+from services.frontend.types import Chunk, Output, RequestRefused, TokenLogprob
 from services.frontend.validate import validate_chat, validate_completion
 from tests.support.fake_engine import FakeEngine, fake_context
 from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
@@ -240,6 +242,25 @@ async def test_echo_with_logprobs(max_tokens: int) -> None:
     assert all(token.logprob is not None and len(token.logprob.top) == 2 for token in tokens[1:])
     assert [output.prompt for output in outputs if output.tokens] == [True, True, *[False] * max_tokens]
     assert text_of(outputs) == "".join(token.text for token in tokens)
+
+
+async def test_a_chunk_may_hold_the_end_of_the_prompt_and_the_output() -> None:
+    context = fake_context(FakeEngine())
+    request = completion(context, prompt=ids_of("Hello", " world", ":"), echo=True, logprobs=0, max_tokens=2)
+    (prompt,) = await prepare(context, request)
+    choice = Choice(request, prompt, context.tokenizer, Tally(3), index=0)
+    ids = ids_of(" world", ":", " quick", " brown")
+    logprobs = [TokenLogprob(token=id, logprob=-1.0, rank=1, top=()) for id in ids]
+    end = End(sequence=1, reason=FinishReason.LENGTH, length=5)
+    outputs = list(choice.feed(Chunk(index=0, first=1, tokens=ids, logprobs=logprobs, end=end)))
+    assert [(output.prompt, output.text) for output in outputs] == [
+        (True, "Hello"),
+        (True, " world:"),
+        (False, " quick brown"),
+    ]
+    tokens = [token for output in outputs for token in output.tokens]
+    assert [token.logprob and token.logprob.token for token in tokens] == [None, *ids]
+    assert outputs[-1].usage.completion_tokens == 2
 
 
 async def test_prompt_logprobs_without_echo_show_no_text_of_the_prompt() -> None:

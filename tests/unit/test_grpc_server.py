@@ -10,7 +10,6 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from proto import signalbox_pb2_grpc as pb_grpc
 from services.frontend.grpc_server import SERVICE, start_grpc
 from services.settings import Address, SettingsError
 from tests.support.fake_engine import FakeEngine, fake_context
@@ -28,11 +27,6 @@ def engine() -> FakeEngine:
 async def opened(engine: FakeEngine) -> AsyncIterator[OpenFront]:
     async with grpc_front(engine) as opened:
         yield opened
-
-
-@pytest.fixture
-def stub(opened: OpenFront) -> pb_grpc.GenerationServiceStub:
-    return opened.stub
 
 
 async def test_reflection_lists_the_services(opened):

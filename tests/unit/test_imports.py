@@ -34,5 +34,10 @@ def loaded_by(modules: str, repo: Path) -> set[str]:
     return set(found.stdout.split())
 
 
+@pytest.mark.parametrize("process", ["services.cli", "services.up", "services.schedulerd", "services.frontend.main"])
+def test_only_workers_load_torch(repo: Path, process: str) -> None:
+    assert not loaded_by(process, repo) & {"torch", "gguf", "transformers"}
+
+
 def test_scheduler_and_block_pool_load_no_torch_and_no_sockets(repo: Path) -> None:
     assert not loaded_by("scheduler, kvpool, proto", repo) & {"torch", "zmq", "asyncio", "aiohttp"}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from worker.loader.errors import ModelError
 from worker.loader.keys import Keys
@@ -29,21 +30,21 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
 
-    def inverse_frequencies(self, head_dim: int) -> np.ndarray:
+    def inverse_frequencies(self, head_dim: int) -> NDArray[np.float64]:
         """Radians per position for each pair of dimensions (i, i + head_dim / 2): float64 [head_dim / 2]."""
-        plain: np.ndarray = np.power(self.theta, -np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        plain: NDArray[np.float64] = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.type == "default":
             return plain
         if self.type == "linear":
             return plain / self.factor
         return plain * self._llama3_scale(plain)
 
-    def _llama3_scale(self, frequencies: np.ndarray) -> np.ndarray:
+    def _llama3_scale(self, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
         """1 for short wavelengths, 1 / factor for long ones, and a ramp between them."""
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         ramp = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         ramp = np.clip(ramp, 0.0, 1.0)
-        return np.asarray(ramp + (1.0 - ramp) / self.factor)
+        return ramp + (1.0 - ramp) / self.factor
 
 
 def parse_rope(config: Keys) -> RopeConfig:

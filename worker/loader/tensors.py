@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from worker.loader.errors import ModelError
 
@@ -45,11 +46,11 @@ class TensorEntry:
     """Set when the file holds each of this many heads' rows as (0, d/2, 1, d/2 + 1, ...), as GGUF files of the
     Llama architecture hold q and k; `rows` gives them as (0, 1, 2, ...)."""
 
-    def raw(self) -> np.ndarray:
+    def raw(self) -> NDArray[np.uint8]:
         """The bytes as stored: uint8 [nbytes], a map of the file. Writes go to private pages, never to the file."""
         return np.asarray(np.memmap(self.file, np.uint8, "c", self.offset, (self.nbytes,)))
 
-    def rows(self) -> np.ndarray:
+    def rows(self) -> NDArray[np.uint8]:
         """The stored bytes of each row, in Hugging Face order: uint8 [shape[0], bytes per row].
 
         A vector has one value per row. A map of the file unless `permute_heads` is set, a copy then.
@@ -58,8 +59,7 @@ class TensorEntry:
         if self.permute_heads is None:
             return rows
         pairs = rows.reshape(self.permute_heads, -1, 2, rows.shape[1])
-        unpaired: np.ndarray = pairs.swapaxes(1, 2).reshape(rows.shape)
-        return unpaired
+        return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def stored_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
@@ -72,14 +72,14 @@ def stored_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
     return math.prod(shape) // values * size
 
 
-def as_float32(entry: TensorEntry) -> np.ndarray:
+def as_float32(entry: TensorEntry) -> NDArray[np.float32]:
     """float32 [shape]: a map of the file where it holds just that, else as `dequantize`."""
     if entry.dtype == "F32" and entry.permute_heads is None and entry.offset % 4 == 0:
         return entry.raw().view(np.float32).reshape(entry.shape)
     return dequantize(entry)
 
 
-def dequantize(entry: TensorEntry) -> np.ndarray:
+def dequantize(entry: TensorEntry) -> NDArray[np.float32]:
     """The tensor's values in Hugging Face row order: float32 [shape], always a fresh array."""
     stored = np.ascontiguousarray(entry.rows())
     if entry.dtype == "F32":
@@ -93,7 +93,7 @@ def dequantize(entry: TensorEntry) -> np.ndarray:
     return values.reshape(entry.shape)
 
 
-def _dequantize_blocks(dtype: str, blocks: np.ndarray) -> np.ndarray:
+def _dequantize_blocks(dtype: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
     """uint8 [blocks, bytes per block] -> float32 [blocks, 32]. One rounding per value, as in ggml."""
     scale = _halves(blocks, 0)
     if dtype == "Q8_0":
@@ -107,6 +107,6 @@ def _dequantize_blocks(dtype: str, blocks: np.ndarray) -> np.ndarray:
     return values
 
 
-def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
+def _halves(blocks: NDArray[np.uint8], start: int) -> NDArray[np.float32]:
     """The f16 at byte `start` of each block, as float32 [blocks, 1]."""
     return np.ascontiguousarray(blocks[:, start : start + 2]).view(np.float16).astype(np.float32)
