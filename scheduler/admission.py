@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpool.pool import HolderKind
-from kvpool.table import BlockTable
 from proto.messages import Copy
+from scheduler.errors import SchedulerError
 from scheduler.lifecycle import admit
 from scheduler.sequence import Sequence, Status
 from scheduler.state import SchedulerState, Worker
@@ -59,7 +59,7 @@ def cached_blocks(worker: Worker, sequence: Sequence) -> list[int]:
     """Blocks of this worker that hold a prefix of the sequence: at most those below its last token's position."""
     pool = worker.pool
     if not sequence.reads_cache or not pool.prefix.block_of:
-        return []
+        return []  # with prefix caching off the index stays empty
     digests = sequence.prefix_digests(sequence.tokens, pool.block_size, worker.weights_version)
     return pool.prefix.match(digests[: (len(sequence.tokens) - 1) // pool.block_size])
 
@@ -125,48 +125,44 @@ def _choose(takers: list[PlanBuilder], sequence: Sequence) -> PlanBuilder:
 def _take(state: SchedulerState, builder: PlanBuilder, sequence: Sequence) -> None:
     """Give the sequence a row with all the KV that exists for it, and its first chunk."""
     worker = builder.worker
-    table, computed = BlockTable(block_size=worker.pool.block_size), 0
     sequence.weights_version = worker.weights_version
-    state.totals.prefix_queries += len(sequence.tokens) if sequence.reads_cache else 0
     if adoptable(worker, sequence):
-        computed = _adopt(builder, sequence, table)
+        blocks, shared, computed = _adopt(builder, sequence)
     else:
-        hits = cached_blocks(worker, sequence)
-        worker.pool.share(hits, HolderKind.TABLE)
-        table.append(hits)
-        table.num_shared = len(hits)
-        computed = len(hits) * worker.pool.block_size
-    state.totals.prefix_hits += computed
+        blocks = cached_blocks(worker, sequence)
+        worker.pool.share(blocks, HolderKind.TABLE)
+        shared, computed = len(blocks), len(blocks) * worker.pool.block_size
+    if sequence.reads_cache:
+        state.totals.prefix_queries += len(sequence.tokens)
+        state.totals.prefix_hits += computed
     if len(sequence.tokens) == sequence.num_prompt:
         sequence.cached = computed
-    stay = admit(state, sequence, worker, table, computed, builder.now)
+    stay = admit(state, sequence, worker, builder.now, blocks=blocks, shared=shared, computed=computed)
     if state.config.prefix_caching and sequence.reads_cache and len(sequence.tokens) - computed > 1:
         digests = sequence.prefix_digests(sequence.tokens, worker.pool.block_size, worker.weights_version)
-        for digest in digests[len(table) :]:
+        for digest in digests[len(blocks) :]:
             worker.computing.setdefault(digest, stay.number)
     builder.join(stay)
 
 
-def _adopt(builder: PlanBuilder, sequence: Sequence, table: BlockTable) -> int:
+def _adopt(builder: PlanBuilder, sequence: Sequence) -> tuple[list[int], int, int]:
     """Copy-on-write: whole blocks below the last known token by reference, the block that holds it by one copy.
 
-    Returns the positions that need not be computed: all but the last, whose logits give the first sample.
+    Returns (blocks, how many of them are shared, positions that need not be computed: all but the last, whose logits
+    give the first sample).
     """
     worker, source = builder.worker, sequence.source
-    stay = worker.batch.stays[source.row] if source is not None else None
-    if stay is None:
-        raise RuntimeError(f"nothing to adopt from: {sequence.tell()}")
-    last = len(sequence.tokens) - 1
+    if source is None:
+        raise SchedulerError(f"nothing to adopt from: {sequence.tell()}")
+    batch, last = worker.batch, len(sequence.tokens) - 1
     whole = last // worker.pool.block_size
-    shared = stay.table.ids[:whole]
-    worker.pool.share(shared, HolderKind.TABLE)
-    stay.table.num_shared = max(stay.table.num_shared, whole)
-    table.append(shared)
-    table.num_shared = whole
+    blocks: list[int] = batch.blocks[source.row, :whole].tolist()
+    worker.pool.share(blocks, HolderKind.TABLE)
+    batch.shared[source.row] = max(int(batch.shared[source.row]), whole)
     if last % worker.pool.block_size:
         own = worker.pool.allocate(1)
         if own is None:
-            raise RuntimeError(f"no block to copy to: {sequence.tell()}")
-        table.append(own)
-        builder.copies.append(Copy(group=0, source=stay.table.ids[whole], target=own[0]))
-    return last
+            raise SchedulerError(f"no block to copy to: {sequence.tell()}")
+        builder.copies.append(Copy(group=0, source=int(batch.blocks[source.row, whole]), target=own[0]))
+        blocks += own
+    return blocks, whole, last

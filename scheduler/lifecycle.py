@@ -5,7 +5,6 @@ from __future__ import annotations
 from heapq import heappush
 
 from kvpool.pool import HolderKind
-from kvpool.table import BlockTable
 from proto.messages import End, FinishReason
 from scheduler.batch import Stay
 from scheduler.errors import SchedulerError
@@ -23,17 +22,26 @@ def create(state: SchedulerState, sequence: Sequence, cause: str, now: float) ->
 
 
 def admit(
-    state: SchedulerState, sequence: Sequence, worker: Worker, table: BlockTable, computed: int, now: float
+    state: SchedulerState,
+    sequence: Sequence,
+    worker: Worker,
+    now: float,
+    *,
+    blocks: list[int],
+    shared: int,
+    computed: int,
 ) -> Stay:
-    """Give a waiting sequence a row of `worker`. table: blocks whose first `computed` positions have KV."""
+    """Give a waiting sequence a row of `worker`. blocks: its table so far, whose first `computed` positions have KV
+    and whose first `shared` blocks others may hold too."""
     state.waiting.remove(sequence)
     sequence.move(Status.RUNNING, f"admitted by {worker.peer}", now)
     state.last_stay += 1
-    stay = Stay(state.last_stay, worker.batch.free_rows.pop(), sequence, table)
+    stay = Stay(state.last_stay, worker.batch.free_rows.pop(), sequence)
     sequence.row = stay.row
     sequence.worker = worker.peer
     sequence.held_since = None
-    worker.batch.enter(stay, computed)
+    worker.batch.enter(stay, blocks, shared, computed)
+    worker.steady = None
     return stay
 
 
@@ -119,9 +127,9 @@ def _leave_row(state: SchedulerState, sequence: Sequence, worker: Worker) -> Non
     for digest in sequence.digests if worker.computing else ():
         if worker.computing.get(digest) == stay.number:
             del worker.computing[digest]
-    worker.pool.release(stay.table.ids, HolderKind.TABLE)
-    stay.released = True
     batch.leave(row)
+    worker.steady = None
+    worker.pool.release(stay.ids, HolderKind.TABLE)
     worker.leaving.append(stay)
     worker.departed[stay.number] = stay
     sequence.row, sequence.worker = -1, ""
@@ -138,7 +146,7 @@ def register_blocks(state: SchedulerState, worker: Worker, stay: Stay, retired: 
     tokens = batch.known_tokens(stay.row)[: last * pool.block_size]
     digests = sequence.prefix_digests(tokens, pool.block_size, sequence.weights_version)
     for index in range(first, last):
-        pool.register(stay.table.ids[index], digests[index])
+        pool.register(int(batch.blocks[stay.row, index]), digests[index])
         worker.computing.pop(digests[index], None)
-    stay.table.num_shared = max(stay.table.num_shared, last)
+    batch.shared[stay.row] = max(int(batch.shared[stay.row]), last)
     batch.registered[stay.row] = last * pool.block_size

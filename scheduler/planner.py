@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvpool.table import BlockTable
 from proto.messages import Copy, Int32, Int64, Join, NewBlocks, SchedulerToWorker, StepPlan, Task, int32
 from scheduler.admission import admit_waiting
-from scheduler.batch import Stay
+from scheduler.batch import Bools, Stay
 from scheduler.errors import SchedulerError
 from scheduler.events import Outgoing
 from scheduler.lifecycle import preempt
 from scheduler.sequence import Sequence
 from scheduler.state import Flight, SchedulerState, Worker
+from scheduler.steady import Steady, find_steady, issue_steady
 
+NOTHING = int32()
 MIN_CHUNK = 16  # no target makes a prefill chunk shorter
 
 
@@ -48,6 +49,7 @@ class PlanBuilder:
         self.taken = np.zeros(worker.max_rows, bool)
         self.joins: list[Stay] = []
         self.copies: list[Copy] = []
+        self.steady: tuple[Int32, NewBlocks] | None = None  # starts and blocks of a plan in which all rows decode
         self.blocked = False
         self.preempted = False
 
@@ -58,6 +60,8 @@ class PlanBuilder:
 
     def extend_running(self) -> None:
         """Decodes first, for they cost one token each; then prefills share what is left of the budget."""
+        if self._extend_steady():
+            return
         pending = self.worker.batch.pending()
         decodes = np.flatnonzero(pending == 1)
         if len(decodes) > self.budget:
@@ -80,6 +84,8 @@ class PlanBuilder:
         """The plan, recorded as in flight; None when there is nothing to do or the window must empty first."""
         worker, batch = self.worker, self.worker.batch
         leaves = worker.leaving
+        if self.steady is not None and worker.steady is not None:
+            return self._build_steady(worker.steady, *self.steady)
         if self.blocked or not (self.rows or self.joins or leaves):
             return None
         rows = np.concatenate(self.rows) if self.rows else np.zeros(0, np.int64)
@@ -95,9 +101,38 @@ class PlanBuilder:
             counts=counts,
             blocks=(self._new_blocks(rows),),
         )
-        number = worker.next_number
-        self._record(number, plan, rows)
-        return Outgoing(worker.peer, worker.header(self.state.session, number), plan)
+        samples = self._note_issued(plan, rows)
+        outgoing = self._record(plan, samples, batch.stay[rows], batch.told[rows])
+        if len(rows) and samples.all() and len(rows) == worker.num_running and not self.joins:
+            worker.steady = find_steady(batch, rows, [f.link for f in self.state.frontends.values()])
+        return outgoing
+
+    # --- the steady step ------------------------------------------------------------------------------------------
+
+    def _extend_steady(self) -> bool:
+        """Schedule all rows at once, if the worker's last plan was like that and nothing has changed since."""
+        steady, batch = self.worker.steady, self.worker.batch
+        if steady is None or steady.until_limit < 2 or len(steady.rows) > self.budget:
+            return False
+        if self.state.waiting and batch.free_rows:
+            return False  # somebody may join this plan
+        self.steady = issue_steady(steady, batch, self.worker.pool)
+        if self.steady is None:
+            return False
+        self.budget = 0
+        return True
+
+    def _build_steady(self, steady: Steady, starts: Int32, new: NewBlocks) -> Outgoing[SchedulerToWorker]:
+        plan = StepPlan(
+            leaves=NOTHING,
+            joins=(),
+            entries=(),
+            rows=steady.column,
+            starts=starts,
+            counts=steady.ones,
+            blocks=(new,),
+        )
+        return self._record(plan, steady.samples, steady.stays, steady.told, steady)
 
     # --- decodes, all at once -------------------------------------------------------------------------------------
 
@@ -109,8 +144,7 @@ class PlanBuilder:
             if ids is None:
                 self._extend_short(decodes, crossing)
                 return
-            for row, block in zip(crossing.tolist(), ids, strict=True):
-                self._table(row).append((block,))
+            batch.blocks[crossing, batch.held[crossing]] = ids
             batch.held[crossing] += 1
         self._schedule(decodes, np.ones(len(decodes), np.int32))
 
@@ -148,13 +182,12 @@ class PlanBuilder:
 
     def _make_room(self, row: int, wanted: int) -> int:
         """How many of the `wanted` next positions have blocks, after taking what is needed and free."""
-        batch, pool, table = self.worker.batch, self.worker.pool, self._table(row)
-        issued = int(batch.issued[row])
-        needed = min(table.blocks_needed(issued + wanted), pool.num_free)
-        if needed:
-            table.append(pool.allocate(needed) or ())
-            batch.held[row] = len(table)
-        return min(wanted, table.num_slots - issued)
+        batch, pool = self.worker.batch, self.worker.pool
+        issued, held = int(batch.issued[row]), int(batch.held[row])
+        needed = min(-(-(issued + wanted) // pool.block_size) - held, pool.num_free)
+        if needed > 0:
+            batch.give(row, pool.allocate(needed) or [])
+        return min(wanted, int(batch.held[row]) * pool.block_size - issued)
 
     def _victim(self, row: int) -> Sequence | None:
         """The last in rank that this plan does not compute; None when the row can rather wait a step."""
@@ -179,8 +212,9 @@ class PlanBuilder:
         if target is None or not num_decodes:
             return
         total = self.worker.step_time.tokens_within(target)
-        if total is not None:
-            self.budget = min(self.budget, max(MIN_CHUNK, total - num_decodes))
+        if total is None:
+            total = 2 * num_decodes  # a careful step tells more
+        self.budget = min(self.budget, max(MIN_CHUNK, total - num_decodes))
 
     def _first_in_rank(self, rows: Int64) -> Int64:
         """The rows sorted by rank of their sequences."""
@@ -191,9 +225,6 @@ class PlanBuilder:
         if stay is None:
             raise SchedulerError(f"row {row} of {self.worker.peer} holds no sequence")
         return stay
-
-    def _table(self, row: int) -> BlockTable:
-        return self._stay(row).table
 
     def _join(self, stay: Stay) -> Join:
         sequence, batch = stay.sequence, self.worker.batch
@@ -208,24 +239,33 @@ class PlanBuilder:
             seed=sequence.seed,
             params=sequence.params,
             logprobs_from=sequence.logprobs_base + len(sequence.logprobs),
-            blocks=(int32(stay.table.ids[: int(batch.told[stay.row])]),),
+            blocks=(batch.blocks[stay.row, : batch.told[stay.row]],),
         )
 
     def _new_blocks(self, rows: Int64) -> NewBlocks:
         batch = self.worker.batch
         counts = batch.held[rows] - batch.told[rows]
-        ids: list[int] = []
-        for row in rows[counts > 0].tolist():
-            ids += self._table(row).ids[int(batch.told[row]) :]
-        return NewBlocks(counts=counts, ids=int32(ids))
+        total = int(counts.sum())
+        owners = np.repeat(rows, counts)
+        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        return NewBlocks(counts=counts, ids=batch.blocks[owners, batch.told[owners] + within])
 
-    def _record(self, number: int, plan: StepPlan, rows: Int64) -> None:
-        worker, batch = self.worker, self.worker.batch
+    def _note_issued(self, plan: StepPlan, rows: Int64) -> Bools:
+        """The rows' columns after the plan is sent; returns which of them it samples."""
+        batch = self.worker.batch
         batch.issued[rows] += plan.counts
         length = batch.known[rows] + batch.sampling[rows]
-        samples = (batch.issued[rows] == length) & (length < batch.limit[rows])
+        samples: Bools = (batch.issued[rows] == length) & (length < batch.limit[rows])
         batch.sampling[rows] += samples
         batch.told[rows] = batch.held[rows]
+        return samples
+
+    def _record(
+        self, plan: StepPlan, samples: Bools, stays: Int64, told: Int32, steady: Steady | None = None
+    ) -> Outgoing[SchedulerToWorker]:
+        """The plan is in flight from now on."""
+        worker = self.worker
+        number = worker.next_number
         flight = Flight(
             number=number,
             issued_at=self.now,
@@ -233,11 +273,13 @@ class PlanBuilder:
             starts=plan.starts,
             counts=plan.counts,
             samples=samples,
-            stays=batch.stay[rows],
-            told=batch.told[rows],
+            stays=stays,
+            told=told,
             leaves=worker.leaving,
+            steady=steady,
         )
         worker.flights.append(flight)
         worker.leaving = []
         worker.next_number += 1
         self.state.totals.plans += 1
+        return Outgoing(worker.peer, worker.header(self.state.session, number), plan)

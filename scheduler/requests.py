@@ -93,6 +93,8 @@ def _welcome(state: SchedulerState, peer: str, now: float) -> Outgoing[Scheduler
     if frontend is None:
         frontend = state.frontends[peer] = Frontend(peer, state.last_link, now)
     frontend.link, frontend.last_seen, frontend.next_number = state.last_link, now, 1
+    for worker in state.workers.values():
+        worker.steady = None
     frontend.pieces, frontend.dirty = [], {}  # the Adds that follow say where each sequence goes on
     state.told_ready = None  # tell the newcomer at once
     header = Header(session=state.session, link=frontend.link)
@@ -137,7 +139,9 @@ def _attach(state: SchedulerState, frontend: Frontend, sequence: Sequence, start
     move_cursor(state, sequence, min(start.delivered, len(known)))
     sequence.link = frontend.link
     if sequence.row >= 0:
-        state.workers[sequence.worker].batch.link[sequence.row] = frontend.link
+        worker = state.workers[sequence.worker]
+        worker.batch.link[sequence.row] = frontend.link
+        worker.steady = None
     sequence.end_sent = False
     mark_dirty(state, sequence)
 

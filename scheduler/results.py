@@ -13,7 +13,8 @@ from scheduler.errors import LedgerError
 from scheduler.lifecycle import end, mark_dirty, register_blocks
 from scheduler.queue import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from scheduler.sequence import LogprobEntry
-from scheduler.state import Flight, Piece, SchedulerState, Worker
+from scheduler.state import Flight, SchedulerState, Worker
+from scheduler.steady import Piece, Steady, apply_steady, is_steady
 
 RATE_SMOOTHING = 0.1  # weight of the newest plan in tokens_per_second
 
@@ -24,6 +25,11 @@ def apply_result(state: SchedulerState, worker: Worker, header: Header, result: 
     if flight is None or header.number != flight.number:
         expected = flight.number if flight else "none"
         raise LedgerError(f"result of plan {header.number} arrived, expected {expected}")
+    if flight.steady is not None and flight.steady is worker.steady and is_steady(flight.steady, result):
+        worker.flights.popleft()
+        _apply_steady(state, worker, flight.steady, result)
+        _measure(state, worker, flight, result)
+        return
     if not np.array_equal(result.rows, flight.rows):
         raise LedgerError(f"plan {flight.number} had rows {flight.rows.tolist()}, its result {result.rows.tolist()}")
     stopping = (result.reasons != FinishReason.NONE) | (result.finite == 0)
@@ -42,6 +48,14 @@ def apply_result(state: SchedulerState, worker: Worker, header: Header, result: 
 
 
 # --- applying -----------------------------------------------------------------------------------------------------
+
+
+def _apply_steady(state: SchedulerState, worker: Worker, steady: Steady, result: StepResult) -> None:
+    frontends = {frontend.link: frontend for frontend in state.frontends.values()}
+    for link, piece in apply_steady(steady, worker.batch, result.tokens):
+        frontends[link].pieces.append(piece)
+    state.totals.generation_tokens += len(result.tokens)
+    state.tenants.charge(worker.batch.tenant[steady.rows], OUTPUT_WEIGHT, 1)
 
 
 def _advance_columns(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, current: Bools) -> None:
@@ -93,7 +107,7 @@ def _end_row(state: SchedulerState, worker: Worker, flight: Flight, result: Step
     sequence, reason = stay.sequence, FinishReason(int(result.reasons[index]))
     if reason is FinishReason.NOT_FINITE:
         worker.batch.registered[row] = worker.batch.limit[row]  # its blocks do not enter the prefix index
-        worker.pool.unregister(stay.table.ids)
+        worker.pool.unregister(worker.batch.block_ids(row))
         message = "the model's logits for this sequence held NaN or infinity"
         end(state, sequence, reason, now, cause="not finite", message=message)
         return
@@ -183,9 +197,10 @@ def _check_freed(worker: Worker, flight: Flight, result: StepResult, stopping: B
     expected: dict[int, list[int]] = {}
     for stay in flight.leaves:
         if not stay.stopped:
-            expected[stay.row] = stay.table.ids[: stay.told]
+            expected[stay.row] = stay.ids[: stay.told]
     for stay, told in over:
-        expected[stay.row] = expected.get(stay.row, []) + stay.table.ids[stay.reported : told]
+        ids = stay.ids or worker.batch.block_ids(stay.row)
+        expected[stay.row] = expected.get(stay.row, []) + ids[stay.reported : told]
     expected = {row: ids for row, ids in expected.items() if ids}
     reported = _reported(result.freed[0])
     if expected != reported:

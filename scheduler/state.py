@@ -13,12 +13,14 @@ from enum import Enum
 import numpy as np
 
 from kvpool.pool import BlockPool
+from kvpool.table import BlockTable
 from proto.messages import Header, Int32, Int64, WorkerHello
 from scheduler.batch import Bools, RowBatch, Stay
 from scheduler.config import SchedulerConfig
 from scheduler.errors import SchedulerError
 from scheduler.queue import Tenants, WaitingQueue
 from scheduler.sequence import Sequence, Status
+from scheduler.steady import Piece, Steady
 from scheduler.steptime import StepTime
 
 
@@ -39,6 +41,7 @@ class Flight:
     stays: Int64
     told: Int32
     leaves: list[Stay]
+    steady: Steady | None = None
 
 
 class Link(Enum):
@@ -70,6 +73,7 @@ class Worker:
     leaving: list[Stay] = field(default_factory=list)
     departed: dict[int, Stay] = field(default_factory=dict)
     computing: dict[bytes, int] = field(default_factory=dict)
+    steady: Steady | None = None  # while every row decodes and the membership does not change
     flights: deque[Flight] = field(default_factory=deque)
     next_number: int = 1
     step_time: StepTime = field(default_factory=StepTime)
@@ -88,7 +92,7 @@ class Worker:
             max_rows=max_rows,
             window=config.window or hello.window,
             pool=BlockPool(group.num_blocks, group.block_size),
-            batch=RowBatch(max_rows, capacity),
+            batch=RowBatch(max_rows, capacity, group.block_size),
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -96,9 +100,10 @@ class Worker:
         self.epoch = epoch
         self.standing = Link.JOINING
         self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
-        self.batch = RowBatch(self.max_rows, self.capacity)
+        self.batch = RowBatch(self.max_rows, self.capacity, self.pool.block_size)
         self.leaving, self.departed, self.computing = [], {}, {}
         self.flights.clear()
+        self.steady = None
         self.next_number = 1
 
     @property
@@ -130,16 +135,6 @@ class Worker:
     def header(self, session: int, number: int = 0) -> Header:
         """The header of the next message to this worker."""
         return Header(session=session, link=self.link, epoch=self.epoch, number=number)
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Token ranges of plain rows: handles[R], firsts[R], versions[R], tokens[R] (one each)."""
-
-    handles: Int64
-    firsts: Int32
-    versions: Int32
-    tokens: Int32
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +188,7 @@ class SchedulerState:
         self.no_worker_since: float | None = now
         self.next_beat = now
         self.told_ready: bool | None = None
+        self.recheck = False  # workers changed: what waits may not fit any more
         self.tokens_per_second = 0.0  # smoothed over plans
         self.departed_counters: dict[str, float] = {}  # of frontends that are gone
         self.totals = Totals()
@@ -270,11 +266,11 @@ def validate_worker(worker: Worker) -> None:
     _check(len(worker.flights) <= worker.window, "more plans in flight than the window")
     _check(sorted([stay.row for stay in stays] + batch.free_rows) == list(range(batch.max_rows)), "rows are lost")
     _check(np.flatnonzero(batch.active).tolist() == sorted(stay.row for stay in stays), "active rows are off")
-    worker.pool.validate([stay.table for stay in stays])
+    worker.pool.validate([_table(batch, stay.row) for stay in stays])
     in_flight = Counter(stay for flight in worker.flights for stay in flight.stays[flight.samples].tolist())
     for stay in stays:
         row, sequence = stay.row, stay.sequence
-        _check(not stay.released and not stay.stopped, "a released row still runs", sequence)
+        _check(not stay.stopped and not stay.ids, "a row that is over still runs", sequence)
         _check(sequence.worker == worker.peer and sequence.row == row, "row and sequence disagree", sequence)
         _check(int(batch.stay[row]) == stay.number, "the row has another stay", sequence)
         retired, issued, known = int(batch.retired[row]), int(batch.issued[row]), int(batch.known[row])
@@ -283,8 +279,12 @@ def validate_worker(worker: Worker) -> None:
         _check(retired <= known and int(batch.sent[row]) <= known, "cursor beyond the known tokens", sequence)
         _check(int(batch.sampling[row]) == in_flight[stay.number], "samples in flight are off", sequence)
         held, told = int(batch.held[row]), int(batch.told[row])
-        _check(held == len(stay.table) and told <= held, "blocks held are off", sequence)
-        _check(stay.table.num_slots >= issued, "issued beyond its blocks", sequence)
+        _check(told <= held, "the worker knows more blocks than are held", sequence)
+        _check(held * batch.block_size >= issued, "issued beyond its blocks", sequence)
+
+
+def _table(batch: RowBatch, row: int) -> BlockTable:
+    return BlockTable(block_size=batch.block_size, ids=batch.block_ids(row), num_shared=int(batch.shared[row]))
 
 
 def _check(holds: bool, what: str, sequence: Sequence | None = None) -> None:

@@ -95,6 +95,9 @@ def end_unservable(state: SchedulerState, now: float) -> None:
             for sequence in list(state.waiting):
                 end(state, sequence, FinishReason.UNAVAILABLE, now, cause=message, message=message)
         return
+    if not state.recheck:
+        return
+    state.recheck = False
     largest = max((worker.capacity for worker in state.workers.values()), default=0)
     for sequence in [s for s in state.waiting if s.max_length > largest]:
         message = f"{sequence.max_length} tokens no longer fit any worker: the largest holds {largest}"
@@ -140,6 +143,7 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
     if worker.standing is Link.JOINING:
         worker.standing = Link.READY
         state.no_worker_since = None
+        state.recheck = True
 
 
 def _suspect(worker: Worker) -> None:
@@ -159,5 +163,6 @@ def _orphan_all(state: SchedulerState, worker: Worker, cause: str, now: float) -
 
 
 def _note_usable(state: SchedulerState, now: float) -> None:
+    state.recheck = True
     if state.no_worker_since is None and not any(True for _ in state.ready_workers):
         state.no_worker_since = now

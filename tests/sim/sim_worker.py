@@ -72,7 +72,7 @@ class SimWorker:
             groups=(KVGroup(kind="full", block_size=self.block_size, num_blocks=self.num_blocks),),
             max_rows=self.max_rows,
             max_step_tokens=512,
-            max_length=4096,
+            max_length=16384,
             vocab_size=VOCAB,
             window=self.window,
             device="sim",
@@ -120,7 +120,7 @@ class SimWorker:
             finite=int32([1] * len(counts)),
             reasons=int32(reasons),
             weights_version=1,
-            seconds=0.01,
+            seconds=0.0,
             freed=(_columns([entry for entry in freed if entry[1]]),),
         )
 
