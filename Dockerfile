@@ -6,21 +6,23 @@ FROM ${BASE_IMAGE} AS build
 ARG TORCH=cpu
 ENV PIP_NO_CACHE_DIR=1
 WORKDIR /app
-# The dependencies change seldom and are big: they have a layer of their own.
+# The dependencies change seldom and are big: they have layers of their own, here and below.
 COPY signalbox requirements.lock requirements-dev.lock ./
 RUN SIGNALBOX_TORCH=${TORCH} ./signalbox install
 COPY pyproject.toml README.md LICENSE ./
+RUN .venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+
+FROM ${BASE_IMAGE}
+RUN mkdir -p /run/signalbox /var/lib/signalbox && chown 10001:10001 /run/signalbox && chmod 0700 /run/signalbox
+COPY --from=build /app/.venv /app/.venv
+WORKDIR /app
+COPY LICENSE pyproject.toml ./
 COPY proto proto
 COPY kvpool kvpool
 COPY scheduler scheduler
 COPY worker worker
 COPY services services
-RUN .venv/bin/python -m pip install -q --no-deps --no-build-isolation -e . && \
-    .venv/bin/python -m compileall -q proto kvpool scheduler worker services
-
-FROM ${BASE_IMAGE}
-RUN mkdir -p /run/signalbox /var/lib/signalbox && chown 10001:10001 /run/signalbox && chmod 0700 /run/signalbox
-COPY --from=build /app /app
+RUN .venv/bin/python -m compileall -q proto kvpool scheduler worker services
 ENV PATH=/app/.venv/bin:$PATH \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \

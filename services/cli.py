@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from services import offline_cli
 from services.options import takes
 from services.settings import (
     DEFAULT_MODEL,
@@ -31,6 +32,7 @@ models_app = typer.Typer(help="The model store.", no_args_is_help=True, **PLAIN)
 bench_app = typer.Typer(help="Measurements.", no_args_is_help=True, **PLAIN)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
+offline_cli.register(app)
 
 OUR_PACKAGES = ("proto", "kvpool", "scheduler", "worker", "services")
 
@@ -71,6 +73,7 @@ def _serve(service: str, settings: ServiceSettings) -> None:
     from services import processes, telemetry
 
     processes.follow_parent()
+    processes.end_with_any_thread()
     processes.set_title(service, settings.name)
     telemetry.configure(service, settings.log_format, settings.log_level)
     module = {

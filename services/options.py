@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from services.settings import Address, ByteSize, CommonSettings, SettingsError, flag_of, variable_of
+from services.settings import Address, ByteSize, CommonSettings, Metavar, SettingsError, flag_of, variable_of
 
 Settings = TypeVar("Settings", bound=CommonSettings)
 
@@ -49,9 +49,10 @@ def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     """The typer option of one settings field, which has the type Annotated[type, help, bounds?]."""
     assert get_origin(hint) is Annotated, field.name
-    kind, text = get_args(hint)[:2]
+    kind, text, *more = get_args(hint)
     default = default_of(field)
-    option: dict[str, Any] = {"help": text, "envvar": variable_of(field.name), "metavar": METAVARS.get(kind)}
+    metavar = next((mark.text for mark in more if isinstance(mark, Metavar)), METAVARS.get(kind))
+    option: dict[str, Any] = {"help": text, "envvar": variable_of(field.name), "metavar": metavar}
     if kind in (Address, ByteSize):
         option["parser"] = _parser(kind.parse)
         default = str(default)

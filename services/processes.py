@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 
 import setproctitle
 
@@ -28,6 +29,16 @@ def follow_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != int(parent):  # it went before prctl could see it go
         sys.exit(1)
+
+
+def end_with_any_thread() -> None:
+    """A service is whole or not at all: an error that ends one of its threads ends the process."""
+
+    def end(failure: threading.ExceptHookArgs) -> None:
+        threading.__excepthook__(failure)
+        os._exit(1)
+
+    threading.excepthook = end
 
 
 def set_title(service: str, name: str) -> None:

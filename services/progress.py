@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from types import TracebackType
 from typing import Self
+
+LINE_INTERVAL = 2.0  # seconds between two lines that differ in their numbers only
 
 
 class Progress:
@@ -12,6 +16,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._text = ""
+        self._written = 0.0
         self._console = None
         self._status = None
         if sys.stderr.isatty():
@@ -35,14 +40,15 @@ class Progress:
 
     def update(self, text: str) -> None:
         """Say what is going on now."""
-        if text == self._text:
+        former, self._text = self._text, text
+        if text == former:
             return
-        self._text = text
         if self._status is not None:
             from rich.markup import escape
 
             self._status.update(escape(text))
-        else:
+        elif _kind(text) != _kind(former) or time.monotonic() - self._written > LINE_INTERVAL:
+            self._written = time.monotonic()
             self.line(f"signalbox: {text}")
 
     def line(self, text: str) -> None:
@@ -51,3 +57,7 @@ class Progress:
             self._console.out(text, highlight=False)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def _kind(text: str) -> str:
+    return re.sub(r"[\d.]+", "", text)

@@ -1,15 +1,18 @@
 """The scheduler process: one thread, three sockets, and scheduler.advance between them.
 
-Every input of advance passes through ``SchedulerService.step``.
+Every input of advance passes through ``SchedulerService.step`` and is noted in the event log.
 """
 
 from __future__ import annotations
 
 import gc
 import secrets
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
 import structlog
 import zmq
@@ -20,8 +23,9 @@ from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
 from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected, Tick
 from scheduler.state import Link, SchedulerState
+from services.eventlog import EventLog, Kind
 from services.run_dir import RunDir, SchedulerLock
-from services.settings import SchedulerSettings
+from services.settings import DEFAULT_EVENT_MEMORY, SchedulerSettings, SettingsError
 from services.status_file import TOUCH_INTERVAL, StatusFile
 from services.stop_signal import StopSignal
 from services.transport import LAST_WORDS, Router, control_link, frontend_link, milliseconds, plan_link
@@ -36,28 +40,46 @@ class Source:
     router: Router
     expected: tuple[type[Message], ...]
     event: type[FromFrontend] | type[FromWorker]
+    kind: Kind
 
 
 class SchedulerService:
     """Moves frames between the sockets and the state machine."""
 
-    def __init__(self, run_dir: RunDir, config: SchedulerConfig) -> None:
-        """Bind the sockets. SettingsError when another scheduler has the run folder."""
+    def __init__(
+        self,
+        run_dir: RunDir,
+        config: SchedulerConfig,
+        *,
+        record: Path | None = None,
+        event_memory: int = DEFAULT_EVENT_MEMORY,
+        fault_dir: Path | None = None,
+    ) -> None:
+        """Bind the sockets. SettingsError when another scheduler has the run folder or `record` cannot be written.
+
+        `fault_dir`: where the events in memory go when a step fails; None: the run folder.
+        """
         self.lock = SchedulerLock(run_dir)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.frontends = Router(self.context, frontend_link(run_dir))
         self.plans = Router(self.context, plan_link(run_dir))
         self.control = Router(self.context, control_link(run_dir))
         self.sources = (
-            Source(self.control, (WorkerHello, Heartbeat), FromWorker),
-            Source(self.plans, (StepResult, WorkerFault), FromWorker),
-            Source(self.frontends, FRONTEND_TO_SCHEDULER, FromFrontend),
+            Source(self.control, (WorkerHello, Heartbeat), FromWorker, Kind.WORKER),
+            Source(self.plans, (StepResult, WorkerFault), FromWorker, Kind.WORKER),
+            Source(self.frontends, FRONTEND_TO_SCHEDULER, FromFrontend, Kind.FRONTEND),
         )
         self.poller = zmq.Poller()
         for source in self.sources:
             self.poller.register(source.router.socket, zmq.POLLIN)
-        self.state = SchedulerState(config, secrets.randbits(62) + 1, time.monotonic())
+        started = time.monotonic()
+        self.state = SchedulerState(config, secrets.randbits(62) + 1, started)
         self.due: list[Event] = []  # for the next call of advance, whatever arrives
+        self.run_dir, self.fault_dir = run_dir, fault_dir or run_dir.path
+        try:
+            self.events = EventLog(self.state, started, memory=event_memory, record=record)
+        except OSError as error:
+            raise SettingsError(f"--record {record} cannot be written: {error.strerror}") from error
 
     def step(self, longest: float) -> None:
         """Wait for input, at most `longest` seconds, and advance once with all of it."""
@@ -66,16 +88,34 @@ class SchedulerService:
         self.poller.poll(milliseconds(wait))
         events, self.due = [*self.due, *self._receive()], []
         standing = self._standing()
-        actions = advance(self.state, events or [Tick()], time.monotonic())
+        now = time.monotonic()
+        self.events.begin(now)
+        try:
+            actions = advance(self.state, events or [Tick()], now)
+            self._send(actions)
+        except Exception as error:
+            self.save_events(self.fault_dir, f"fault: {type(error).__name__}: {error}")
+            raise
         self._report(standing, actions)
-        self._send(actions)
+        self.events.finish(self.state)
 
     def drain(self) -> None:
         """Accept nothing new from the next step on."""
-        self.due.append(Drain())
+        self._at_next_step(Drain(), Kind.DRAIN)
+
+    def save_events(self, folder: Path, reason: str) -> None:
+        """Write the events in memory to a new file in `folder`, for `signalbox replay`. A failure is logged."""
+        path = folder / time.strftime(f"scheduler-%Y%m%d-%H%M%S-{self.events.steps}.events")
+        try:
+            size = self.events.dump(path, reason)
+        except OSError as error:
+            log.error("events not saved", file=str(path), why=str(error))
+        else:
+            log.warning("events saved", file=str(path), bytes=size, why=reason)
 
     def close(self) -> None:
         """Let the last frames out and leave the run folder to the next scheduler."""
+        self.events.close("the scheduler stopped")
         for source in self.sources:
             source.router.close(LAST_WORDS)
         self.context.term()
@@ -86,15 +126,24 @@ class SchedulerService:
             for peer, data in source.router.receive():
                 if peer is None:
                     log.warning("frame rejected", why="it has no proper identity")
-                    yield Rejected("identity")
+                    yield self._rejected("identity")
                     continue
                 try:
                     header, message = decode(data, source.expected, source.router.max_bytes)
                 except CodecError as error:
                     log.warning("frame rejected", why=str(error), peer=peer)
-                    yield Rejected("malformed")
+                    yield self._rejected("malformed")
                     continue
+                self.events.note(source.kind, peer, data)
                 yield source.event(peer, header, message)  # type: ignore[arg-type]
+
+    def _rejected(self, reason: str) -> Rejected:
+        self.events.note(Kind.REJECTED, data=reason)
+        return Rejected(reason)
+
+    def _at_next_step(self, event: Event, kind: Kind, peer: str = "") -> None:
+        self.events.note(kind, peer)
+        self.due.append(event)
 
     def _send(self, actions: Actions) -> None:
         for plan in actions.plans:
@@ -104,9 +153,11 @@ class SchedulerService:
             self._send_one(self.frontends, frame.peer, frame.header, frame.message)
 
     def _send_one(self, router: Router, peer: str, header: Header, message: Message) -> None:
-        if not router.send(peer, encode(header, message)):
+        frame = encode(header, message)
+        self.events.sent(message, frame)
+        if not router.send(peer, frame):
             log.warning("peer lost", peer=peer, unsent=type(message).__name__)
-            self.due.append(PeerLost(peer))
+            self._at_next_step(PeerLost(peer), Kind.LOST, peer)
 
     def _standing(self) -> dict[str, tuple[int, Link]]:
         return {peer: (worker.epoch, worker.standing) for peer, worker in self.state.workers.items()}
@@ -135,27 +186,55 @@ def config_of(settings: SchedulerSettings) -> SchedulerConfig:
     )
 
 
+class SaveSignal:
+    """While entered, SIGUSR1 asks for the events in memory. Inside a StopSignal, whose fd it makes readable."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+    def __enter__(self) -> SaveSignal:
+        self._former = signal.signal(signal.SIGUSR1, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.signal(signal.SIGUSR1, self._former)
+
+
 def run(settings: SchedulerSettings) -> int:
     """Serve until SIGTERM, then drain within the grace time. Returns the exit code."""
     run_dir = RunDir.prepare(settings.run_dir)
-    with StopSignal() as stop:
-        service = SchedulerService(run_dir, config_of(settings))
+    with StopSignal() as stop, SaveSignal() as save:
+        service = SchedulerService(
+            run_dir,
+            config_of(settings),
+            record=settings.record,
+            event_memory=settings.event_memory,
+            fault_dir=settings.fault_dir,
+        )
         service.poller.register(stop.fd, zmq.POLLIN)
         file = StatusFile(run_dir, "scheduler", settings.name)
         log.info("scheduler started", run_dir=str(run_dir.path), session=service.state.session)
         gc.collect()
         gc.freeze()
         try:
-            while not stop.requested:
+            while not stop.count:
                 service.step(TOUCH_INTERVAL / 2)
                 file.update(service.state.ready)
+                if save.asked:
+                    save.asked = False
+                    stop.clear()
+                    service.save_events(run_dir.path, "asked for")
             stop.clear()
             log.info("draining", grace_seconds=settings.grace_seconds)
             service.drain()
             end = time.monotonic() + settings.grace_seconds
-            while service.due or (not service.state.idle and time.monotonic() < end):
+            while service.due or not (service.state.idle or stop.count > 1 or time.monotonic() > end):
                 service.step(min(TOUCH_INTERVAL / 2, end - time.monotonic()))
                 file.update(service.state.ready)
+            service.state.validate()
         finally:
             file.withdraw()
             service.close()

@@ -116,6 +116,13 @@ class Bounds:
         return f"at least {self.least}" if self.most == math.inf else f"from {self.least} to {self.most}"
 
 
+@dataclass(frozen=True, slots=True)
+class Metavar:
+    """What stands for the value in the help, where the type does not say it."""
+
+    text: str
+
+
 def flag_of(name: str) -> str:
     """The option of a field: `max_num_seqs` is `--max-num-seqs`."""
     return "--" + name.replace("_", "-")
@@ -136,6 +143,7 @@ DEFAULT_HTTP = Address("127.0.0.1", 8000)
 DEFAULT_GRPC = Address("127.0.0.1", 8001)
 DEFAULT_KV_CACHE = ByteSize(512 * 2**20)
 DEFAULT_MAX_BODY = ByteSize(8 * 2**20)
+DEFAULT_EVENT_MEMORY = ByteSize(32 * 2**20)
 POSITIVE = Bounds(1)
 NOT_NEGATIVE = Bounds(0)
 
@@ -215,6 +223,21 @@ class QueueSettings(RecoverySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EventSettings(CommonSettings):
+    """What becomes of the scheduler's event log (docs/observability.md)."""
+
+    record: Annotated[
+        Path | None, "File for every input of the scheduler, for `signalbox replay`.", Metavar("FILE")
+    ] = None
+    event_memory: Annotated[
+        ByteSize, "The last inputs of the scheduler that are kept in memory; 0: none.", NOT_NEGATIVE
+    ] = DEFAULT_EVENT_MEMORY
+    fault_dir: Annotated[
+        Path | None, "Folder for the inputs in memory when the scheduler meets a fault; none: the run folder."
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSettings(CommonSettings):
     """Which model is served."""
 
@@ -258,7 +281,7 @@ class FrontSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerSettings(ServiceSettings, BatchSettings, QueueSettings):
+class SchedulerSettings(ServiceSettings, BatchSettings, QueueSettings, EventSettings):
     """What signalbox-scheduler can be told."""
 
 
@@ -273,7 +296,7 @@ class FrontendSettings(ServiceSettings, FrontSettings, RecoverySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpSettings(FrontSettings, EngineSettings, QueueSettings):
+class UpSettings(FrontSettings, EngineSettings, QueueSettings, EventSettings):
     """What `signalbox up` can be told: all of it, for one scheduler, some workers and one frontend."""
 
     workers: Annotated[int, "Worker processes.", Bounds(1, 256)] = 1

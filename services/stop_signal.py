@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 
 class StopSignal:
-    """While entered, SIGTERM and SIGINT set `requested` and make `fd` readable. Main thread only.
+    """While entered, SIGTERM and SIGINT are counted and make `fd` readable. Main thread only.
 
     While `interrupts` is set they end the process at once instead, in good order and with exit code 0.
     """
@@ -16,7 +16,7 @@ class StopSignal:
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self) -> None:
-        self.requested = False
+        self.count = 0
         self.interrupts = False
         self._read, self._write = socket.socketpair()
         for end in (self._read, self._write):
@@ -36,7 +36,7 @@ class StopSignal:
             return
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
-        self.requested = True
+        self.count += 1
         if self.interrupts:
             raise SystemExit(0)
 

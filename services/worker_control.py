@@ -76,6 +76,8 @@ class ControlThread(threading.Thread):
         self._leaving = True
         self._wake.put(None)
         self.join()
+        for mailbox in (self.inbox, self._wake):
+            mailbox.close()
 
     # --- the thread ---
 
@@ -88,8 +90,8 @@ class ControlThread(threading.Thread):
         for readable in (self._dealer.socket, *self._monitors.values(), self._wake.fd):
             poller.register(readable, zmq.POLLIN)
         while not self._leaving:
-            wait = min(self._next_send - time.monotonic(), BEAT_INTERVAL)
-            poller.poll(milliseconds(wait))
+            wait = self._next_send - time.monotonic() if self._can_send else BEAT_INTERVAL
+            poller.poll(milliseconds(min(wait, BEAT_INTERVAL)))
             self._wake.take()
             self._follow_links()
             self._receive()
@@ -97,8 +99,10 @@ class ControlThread(threading.Thread):
             self._status.update(self._joined)
         self._send_due(float("inf"))
         self._dealer.close(LAST_WORDS)
-        for mailbox in (self.inbox, self._wake):
-            mailbox.close()
+
+    @property
+    def _can_send(self) -> bool:
+        return self._hello is not None and all(self._up.values())
 
     def _follow_links(self) -> None:
         for name, monitor in self._monitors.items():
@@ -123,7 +127,7 @@ class ControlThread(threading.Thread):
                 self._next_send = 0.0
 
     def _send_due(self, now: float) -> None:
-        if now < self._next_send or self._hello is None or not all(self._up.values()):
+        if now < self._next_send or self._hello is None or not self._can_send:
             return
         if self._joined:
             beat = self.beat

@@ -164,15 +164,15 @@ def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) ->
     gc.freeze()
     service.poller.register(stop.fd, zmq.POLLIN)
     service.join(runner, settings.name)
-    while not stop.requested and not service.refused:
+    while not stop.count and not service.refused:
         service.step()
 
 
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM. Returns the exit code; SettingsError when the scheduler sends this worker away."""
     run_dir = RunDir.prepare(settings.run_dir)
-    status_file = StatusFile(run_dir, "worker", settings.name)
     with StopSignal() as stop:
+        status_file = StatusFile(run_dir, "worker", settings.name)
         service = WorkerService(run_dir, status_file)
         service.control.start()
         try:

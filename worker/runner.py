@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 
 import numpy as np
 
@@ -40,6 +41,9 @@ class Runner:
         files = open_model(config.model)
         values = {"float32": 4, "bfloat16": 2}[config.resolved_dtype]
         num_blocks = config.num_blocks(files.config.kv_bytes_per_token(values))
+        # Read once, when torch is loaded. Threads that spin at the end of each operation starve the other processes
+        # of the machine, and then each other: on two busy cores a step took four times the CPU time.
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from worker.cpu.executor import CpuExecutor  # imports torch, which a bad path or setting need not wait for
 
         return cls(config, files, CpuExecutor.load(config, files, num_blocks), num_blocks)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import structlog
 
+from proto.codec import CodecError
 from proto.messages import (
     Abort,
     Ack,
@@ -73,17 +74,17 @@ class EngineClient:
         self.draining = False
 
     async def start(self) -> None:
-        """Connect, now and whenever a scheduler is there."""
+        """Connect, now and whenever a scheduler is there. The task `beats` ends only by `stop` or an error."""
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()  # when the scheduler last said that it serves
         self._link = LinkThread(self._run_dir, self._loop, self._deliver)
         self._link.start()
-        self._beats = asyncio.create_task(self._beat_forever())
+        self.beats = asyncio.create_task(self._beat_forever())
 
     async def stop(self) -> None:
         """End what is open as unavailable and leave the scheduler."""
-        self._beats.cancel()
-        await asyncio.gather(self._beats, return_exceptions=True)
+        self.beats.cancel()
+        await asyncio.gather(self.beats, return_exceptions=True)
         handles = list(self._streams)
         self._end_open("the frontend is shutting down")
         if handles:
@@ -132,11 +133,14 @@ class EngineClient:
             raise RequestRefused(RefusalCode.UNAVAILABLE, "the server is shutting down")
         if self._given_up():
             raise RequestRefused(RefusalCode.UNAVAILABLE, f"the engine cannot serve now: {self.reason}")
+        try:
+            self._send(add)
+        except CodecError as error:
+            raise RequestRefused(RefusalCode.INVALID_ARGUMENT, str(error)) from error
         stream = Stream(self, add, self._loop.time())
         for choice in stream.choices:
             self._streams[choice.start.sequence] = (stream, choice)
         self._idle.clear()
-        self._send(add)
         return stream
 
     def metrics(self) -> dict[str, float]:

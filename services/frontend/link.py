@@ -45,7 +45,7 @@ class LinkThread(threading.Thread):
         super().__init__(name="scheduler-link", daemon=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealer = Dealer(self._context, frontend_link(run_dir), new_identity())
-        self._outbox: Mailbox[tuple[Header, FrontendToScheduler] | None] = Mailbox()
+        self._outbox: Mailbox[bytes | None] = Mailbox()
         self._loop = loop
         self._deliver = deliver
         self._lock = threading.Lock()
@@ -55,8 +55,8 @@ class LinkThread(threading.Thread):
         self._thread_context, self._loop_context = copy_context(), copy_context()
 
     def send(self, header: Header, message: FrontendToScheduler) -> None:
-        """Queue a message; DOWN comes in when it could not be sent."""
-        self._outbox.put((header, message))
+        """Queue a message; DOWN comes in when it could not be sent. Raises CodecError for one that breaks its rules."""
+        self._outbox.put(encode(header, message))
 
     def stop(self) -> None:
         """Send what is queued and end the thread."""
@@ -101,9 +101,9 @@ class LinkThread(threading.Thread):
     def _flush(self) -> list[Incoming]:
         """Send what is queued; DOWN when something could not be sent."""
         lost = False
-        for queued in self._outbox.take():
-            if queued is not None:
-                lost |= not self._dealer.send(encode(*queued))
+        for frame in self._outbox.take():
+            if frame is not None:
+                lost |= not self._dealer.send(frame)
         return [LinkState.DOWN] if lost else []
 
     def _hand_over(self, came: list[Incoming]) -> None:

@@ -102,7 +102,10 @@ async def _serve(context: FrontendContext, engine: EngineClient, status_file: St
         gc.collect()
         gc.freeze()
         keeper = asyncio.create_task(_keep(status_file, engine, addresses))
-        await stop.wait()
+        ends = {asyncio.create_task(stop.wait()), keeper, engine.beats}
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # an error of a task that should have gone on ends the process
         log.info("draining", open=engine.num_open, grace_seconds=settings.grace_seconds)
         engine.drain()
         await grpc.drain()

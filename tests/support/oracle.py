@@ -31,16 +31,19 @@ def compare(model: Any, sequences: Iterable[Sequence]) -> Comparison:
     """Greedy sequences with logprobs (and maybe prompt logprobs) against `model`, in float32."""
     found = Comparison()
     for sequence in sequences:
+        positions = sorted(sequence.logprobs)
+        before = torch.tensor(positions) - 1
         with torch.inference_mode():
-            logits = model(torch.tensor([sequence.tokens])).logits[0].float()
-        logprobs = logits.log_softmax(dim=-1)
-        for position, entry in sequence.logprobs.items():
-            ours, before = sequence.tokens[position], position - 1
-            found.worst_logprob = max(found.worst_logprob, abs(entry.value - float(logprobs[before, ours])))
-            if position >= len(sequence.prompt):
-                found.positions += 1
-                gap = float(logits[before].max() - logits[before, ours])
-                found.worst_gap = max(found.worst_gap, gap)
-                if int(logits[before].argmax()) != ours:
-                    found.flips.append((sequence.number, position, ours))
+            logits = model(torch.tensor([sequence.tokens]), logits_to_keep=before).logits[0].float()
+        ids = torch.tensor([sequence.tokens[position] for position in positions])[:, None]
+        ours, best = logits.gather(1, ids)[:, 0], logits.max(dim=1)
+        expected = ours - logits.logsumexp(dim=1)
+        values = torch.tensor([sequence.logprobs[position].value for position in positions])
+        found.worst_logprob = max(found.worst_logprob, float((values - expected).abs().max()))
+        output = torch.tensor([position >= len(sequence.prompt) for position in positions])
+        if output.any():
+            found.positions += int(output.sum())
+            found.worst_gap = max(found.worst_gap, float((best.values - ours)[output].max()))
+            flipped = output & (best.indices != ids[:, 0])
+            found.flips += [(sequence.number, positions[i], int(ids[i])) for i in flipped.nonzero().flatten().tolist()]
     return found

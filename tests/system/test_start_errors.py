@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from services import status
 from tests.support.checkpoints import tiny_config, tiny_tensors, write_sharded, write_tiny
-from tests.support.engine_server import EngineServer, Service
+from tests.support.engine_server import EngineServer, Service, wait_for
 
 
 def fail(service: Service) -> str:
@@ -80,3 +81,13 @@ def test_settings_that_cannot_be(engine, tmp_path):
     assert "--device" in fail(engine.add("worker", "w", {"device": "cuda"}))
     assert "--kv-cache-memory" in fail(engine.add("worker", "w2", {"kv_cache_memory": 100}))
     assert "shorter folder" in fail(engine.add("scheduler", "s", {"run_dir": tmp_path / ("x" * 120)}))
+
+
+def test_a_worker_may_be_stopped_while_it_loads(engine):
+    worker = engine.services["worker0"]
+    worker.start()
+    wait_for(lambda: status.find(engine.run_dir, "worker", "worker0"), "its status file")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait() == 0
+    assert status.find(engine.run_dir, "worker", "worker0") is None
+    assert "Traceback" not in worker.output

@@ -12,6 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from services import console, status
 from services.console import ClientError, Sampling
+from services.progress import Progress
 
 SAMPLING = Sampling(max_tokens=5, temperature=0.0, top_p=None, seed=None, stop=[])
 
@@ -82,3 +83,11 @@ def test_the_newest_living_frontend_is_found(tmp_path: Path, monkeypatch: pytest
     status.publish(tmp_path / "signalbox-up-x", "frontend", "0", addresses={"http": "127.0.0.1:8123"})
     status.publish(tmp_path / "signalbox-up-x", "scheduler", "0")
     assert console.running_server() == "http://127.0.0.1:8123"
+
+
+def test_progress_is_a_line_for_each_change_that_is_more_than_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress() as progress:
+        for text in ("fetching 1 %", "fetching 2 %", "fetching 2 %", "unpacking 1 %", "unpacking 99.5 %"):
+            progress.update(text)
+        progress.line("done")
+    assert capsys.readouterr().err == "signalbox: fetching 1 %\nsignalbox: unpacking 1 %\ndone\n"

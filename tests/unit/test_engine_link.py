@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from proto.messages import Add, End, FinishReason, RefusalCode, SamplingParams, SequenceStart, int32
+from scheduler.events import PeerLost
 from services.frontend.engine import EngineClient
 from services.frontend.streams import Stream
 from services.frontend.types import RequestRefused
@@ -120,6 +121,25 @@ async def test_a_new_scheduler_costs_a_pause(run_dir):
             with scheduler_thread(run_dir) as scheduler:
                 check(*await task, (3, 5), 200)
                 await until(lambda: not scheduler.state.sequences)
+
+
+@pytest.mark.parametrize("loss", ["frame", "link"])
+async def test_whatever_gets_lost_the_stream_is_whole(run_dir, loss):
+    runner = SimRunner()
+    with scheduler_thread(run_dir) as scheduler, worker_thread(run_dir, runner):
+        async with client_of(run_dir) as client:
+            await until(lambda: client.ready)
+            task = asyncio.create_task(collect(client.submit(add(client, 200, (3, 5)))))
+            await until(lambda: runner.executed > 5)
+            runner.hold.clear()
+            (frontend,) = scheduler.state.frontends.values()
+            if loss == "frame":
+                frontend.next_number += 1  # as if one had been sent
+            else:
+                scheduler.due.append(PeerLost(frontend.peer))
+            runner.hold.set()
+            check(*await task, (3, 5), 200)
+            await until(lambda: not scheduler.state.sequences)
 
 
 async def test_requests_wait_for_a_first_scheduler(run_dir):

@@ -74,9 +74,13 @@ class Scripted:
         self.expect(self.control, WorkerHello)
         header = Header(session=9, link=1, epoch=epoch)
         self.order(header, Reset())
-        told, _ = self.expect(self.control, Heartbeat)
-        assert told == header
+        self.confirmed(header)
         return header
+
+    def confirmed(self, header: Header) -> None:
+        """Wait for a heartbeat of this epoch."""
+        while self.expect(self.control, Heartbeat)[0] != header:
+            pass
 
 
 @pytest.fixture
@@ -149,6 +153,7 @@ def test_a_fault_is_told_and_ends_the_epoch(scheduler, worker, runner, kind):
     scheduler.order(replace(header, number=2), EMPTY)  # of the epoch that is over
     fresh = replace(header, epoch=2)
     scheduler.order(fresh, Reset())
+    scheduler.confirmed(fresh)
     scheduler.order(replace(fresh, number=1), EMPTY)
     assert scheduler.expect(scheduler.plans, StepResult)[0] == replace(fresh, number=1)
 
@@ -168,8 +173,7 @@ def test_a_reset_during_a_long_step_is_confirmed_at_once_and_obeyed_after_it(sch
     scheduler.order(replace(header, number=1), EMPTY)
     fresh = replace(header, epoch=2)
     scheduler.order(fresh, Reset())
-    while scheduler.expect(scheduler.control, Heartbeat)[0] != fresh:
-        pass
+    scheduler.confirmed(fresh)
     scheduler.order(replace(fresh, number=1), EMPTY)
     runner.hold.set()
     assert scheduler.expect(scheduler.plans, StepResult)[0] == replace(header, number=1)

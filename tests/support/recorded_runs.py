@@ -1,0 +1,90 @@
+"""Simulated runs with their event logs: what tests of replay look at, and what tests/golden/ holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from proto.codec import encode
+from proto.messages import Add, SamplingParams, SequenceStart, int32
+from scheduler.config import SchedulerConfig
+from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected
+from services.bench.simulated_worker import WorkerModel
+from services.bench.workload import WorkloadConfig, draw
+from services.eventlog import EventLog, Kind
+from services.figures import RequestRecord, SequenceRecord
+from services.whatif import Scenario, Simulation, StepModel
+
+WORKLOAD = WorkloadConfig(
+    num_requests=24, rate=8.0, prompt_median=40, prompt_bounds=(4, 200), output_median=24, output_bounds=(1, 80)
+)
+SCENARIO = Scenario(
+    config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64, max_chunk=32),
+    worker=WorkerModel(num_blocks=48, max_rows=8, max_step_tokens=64, max_length=400, vocab_size=1000),
+)
+STEPS = StepModel(base=0.01, token=1e-4, row=5e-5, kv=2e-7, wait=0.0005, ratios=(1.0, 0.98, 1.03), error=0.0, steps=0)
+
+
+class Recorder:
+    """An observer of advance that keeps an event log, as SchedulerService does."""
+
+    def __init__(self, simulation: Simulation, *, memory: int = 2**20, record: Path | None = None) -> None:
+        self.state = simulation.state
+        self.log = EventLog(self.state, 0.0, memory=memory, record=record)
+
+    def __call__(self, now: float, events: list[Event], actions: Actions) -> None:
+        for event in events:
+            match event:
+                case FromFrontend(peer, header, message):
+                    self.log.note(Kind.FRONTEND, peer, encode(header, message))
+                case FromWorker(peer, header, message):
+                    self.log.note(Kind.WORKER, peer, encode(header, message))
+                case PeerLost(peer):
+                    self.log.note(Kind.LOST, peer)
+                case Rejected(reason):
+                    self.log.note(Kind.REJECTED, data=reason)
+                case Drain():
+                    self.log.note(Kind.DRAIN)
+        self.log.begin(now)
+        for outgoing in (*actions.plans, *actions.frames):
+            self.log.sent(outgoing.message, encode(outgoing.header, outgoing.message))
+        self.log.finish(self.state)
+
+
+def requests_of(workload: WorkloadConfig) -> list[RequestRecord]:
+    """The requests of a workload; every third has a prompt that another one begins with, every fifth two choices."""
+    rng = np.random.Generator(np.random.Philox(workload.seed + 1))
+    shared = rng.integers(1, 1000, 4096)
+    made = []
+    for number, request in enumerate(draw(workload)):
+        prompt = shared[: request.num_prompt] if number % 3 == 0 else rng.integers(1, 1000, request.num_prompt)
+        handles = [2 * number + 1, 2 * number + 2][: 2 if number % 5 == 0 else 1]
+        add = Add(
+            request_id=f"request-{number}",
+            prompt_ids=int32(prompt),
+            params=SamplingParams(eos_ids=(0,)),
+            max_length=request.num_prompt + 100,
+            sequences=tuple(
+                SequenceStart(sequence=handle, seed=handle, output_ids=int32(), delivered=request.num_prompt)
+                for handle in handles
+            ),
+        )
+        record = RequestRecord("frontend", add, request.arrival)
+        for start in add.sequences:
+            outputs = [*rng.integers(1, 1000, request.num_output - 1).tolist(), 0]
+            record.sequences.append(SequenceRecord(record, start, outputs))
+        made.append(record)
+    return made
+
+
+def record_run(
+    path: Path, workload: WorkloadConfig = WORKLOAD, scenario: Scenario = SCENARIO, *, memory: int = 2**20
+) -> Recorder:
+    """Simulate and record to `path`, whole, and in memory."""
+    simulation = Simulation(scenario, STEPS, requests_of(workload))
+    recorder = Recorder(simulation, memory=memory, record=path)
+    simulation.observers = (recorder,)
+    simulation.run()
+    recorder.log.close("the simulation is over")
+    return recorder
