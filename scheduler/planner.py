@@ -19,6 +19,7 @@ from scheduler.state import Flight, SchedulerState, Worker
 from scheduler.steady import Steady, find_steady, issue_steady
 
 NOTHING = int32()
+MAX_JOIN_TOKENS = 4_000_000  # known tokens that one plan may carry, so that its frame stays far below the limit
 MIN_CHUNK = 16  # no target makes a prefill chunk shorter
 
 
@@ -48,6 +49,7 @@ class PlanBuilder:
         self.counts: list[Int32] = []
         self.taken = np.zeros(worker.max_rows, bool)
         self.joins: list[Stay] = []
+        self.join_tokens = 0
         self.copies: list[Copy] = []
         self.steady: tuple[Int32, NewBlocks] | None = None  # starts and blocks of a plan in which all rows decode
         self.blocked = False
@@ -56,7 +58,9 @@ class PlanBuilder:
     @property
     def has_room(self) -> bool:
         """Whether a waiting sequence could be admitted at all."""
-        return not (self.blocked or self.preempted) and self.budget > 0 and bool(self.worker.batch.free_rows)
+        if self.blocked or self.preempted or self.budget <= 0 or self.join_tokens > MAX_JOIN_TOKENS:
+            return False
+        return bool(self.worker.batch.free_rows)
 
     def extend_running(self) -> None:
         """Decodes first, for they cost one token each; then prefills share what is left of the budget."""
@@ -69,8 +73,8 @@ class PlanBuilder:
         if len(decodes):
             self._extend_decodes(decodes)
         prefills = np.flatnonzero((pending > 1) & self.worker.batch.active)  # some may just have been preempted
+        self._limit_chunks(len(decodes))
         if len(prefills) and not self.blocked:
-            self._limit_chunks(len(decodes))
             for row in self._first_in_rank(prefills).tolist():
                 if self.worker.batch.active[row]:
                     self._extend(row)
@@ -78,6 +82,7 @@ class PlanBuilder:
     def join(self, stay: Stay) -> None:
         """A sequence was admitted to a row of this worker: give it its first chunk."""
         self.joins.append(stay)
+        self.join_tokens += len(stay.sequence.tokens)
         self._extend(stay.row)
 
     def build(self) -> Outgoing[SchedulerToWorker] | None:

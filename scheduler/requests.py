@@ -112,7 +112,7 @@ def _add(state: SchedulerState, frontend: Frontend, add: Add, now: float) -> Rep
     if not fresh:
         return []
     resumed = len(fresh) < len(add.sequences) or any(
-        len(start.output_ids) or start.delivered > len(add.prompt_ids) for start in fresh
+        len(start.output_ids) or start.delivered > len(add.prompt_ids) or add.age > 0 for start in fresh
     )
     refusal = _refusal(state, add, len(fresh), resumed)
     if refusal is not None:
@@ -160,8 +160,6 @@ def _refusal(
         return None
     if state.draining:
         return RefusalCode.UNAVAILABLE, "the engine is shutting down", None
-    if state.no_worker_since is not None and state.told_ready is None:
-        return RefusalCode.UNAVAILABLE, "no worker has joined yet", MIN_RETRY_AFTER
     return _overload(state, add, count)
 
 

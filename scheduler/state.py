@@ -122,6 +122,11 @@ class Worker:
         return self.max_rows - len(self.batch.free_rows)
 
     @property
+    def used_slots(self) -> int:
+        """Positions with KV, written or on their way, over all rows."""
+        return int(self.batch.issued[self.batch.active].sum())
+
+    @property
     def running(self) -> list[Sequence]:
         """The sequences in its rows, by rank."""
         found = [stay.sequence for stay in self.batch.stays if stay is not None]

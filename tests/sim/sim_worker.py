@@ -71,7 +71,7 @@ class SimWorker:
             model="sim",
             groups=(KVGroup(kind="full", block_size=self.block_size, num_blocks=self.num_blocks),),
             max_rows=self.max_rows,
-            max_step_tokens=512,
+            max_step_tokens=16384,
             max_length=16384,
             vocab_size=VOCAB,
             window=self.window,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import count
 
+import numpy as np
 import pytest
 
 from proto.messages import Add, SamplingParams, SequenceStart, int32
@@ -15,8 +16,10 @@ from tests.sim.world import FrontendNode, SimSequence, World
 CONFIG = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512, max_chunk=512)
 
 
-def make_world(config: SchedulerConfig = CONFIG, **worker: int) -> tuple[World, FrontendNode]:
-    world = World(1, config)
+def make_world(
+    config: SchedulerConfig = CONFIG, *, max_delay: float = 0.02, **worker: int
+) -> tuple[World, FrontendNode]:
+    world = World(1, config, max_delay=max_delay)
     options = {"num_blocks": 400, "block_size": 16, "max_rows": 32, **worker}
     world.add_worker("w0", **options)
     frontend = world.add_frontend("f0")
@@ -222,30 +225,31 @@ def test_smaller_requests_pass_one_that_does_not_fit_but_not_for_ever() -> None:
     assert_outputs([filler, big, *small])
 
 
-def test_a_long_prompt_makes_decodes_wait_no_longer_than_the_target() -> None:
-    """16 decodes, then 8,000 prompt tokens: with a target the gaps stay within twice the undisturbed ones."""
+def test_a_long_prompt_does_not_hold_up_the_decodes_that_have_a_target() -> None:
+    """16 decodes, then 8,000 prompt tokens: p99 inter-token latency at most doubles; unchunked it explodes."""
 
-    def worst_gap(target: float | None, chunk: int) -> tuple[float, float]:
+    def gaps(target: float | None, chunk: int) -> tuple[float, float]:
         config = SchedulerConfig(
             max_num_seqs=32, max_num_batched_tokens=8192, max_chunk=chunk, itl_target=target, prefix_caching=False
         )
-        world, frontend = make_world(config, num_blocks=1200, max_rows=32)
+        world, frontend = make_world(config, num_blocks=1200, max_delay=0.0005)
         for handle in range(1, 17):
-            world.at(0.0, partial(frontend.submit, sequence(handle, [handle] * 40, output=300)))
+            world.at(0.0, partial(frontend.submit, sequence(handle, [handle] * 40, output=600)))
         long = sequence(99, [7] * 8000, output=4)
         world.at(2.0, partial(frontend.submit, long))
         before: list[float] = []
         during: list[float] = []
         seen, last = 0, world.now
-        while long.end is None and long.refused is None:
+        while long.end is None:
             world.step()
             now = len(frontend.sequences[1].outputs) if 1 in frontend.sequences else 0
             if now > seen:
                 (during if 99 in frontend.sequences else before).append(world.now - last)
                 seen, last = now, world.now
-        return max(before[5:]), max(during)
+        return float(np.percentile(before[5:], 99)), float(np.percentile(during, 99))
 
-    undisturbed, chunked = worst_gap(target=0.05, chunk=512)
-    _, unchunked = worst_gap(target=None, chunk=8192)
-    assert chunked <= 0.05 + 0.045  # a step and the links' delays
-    assert unchunked > 5 * undisturbed
+    undisturbed, _ = gaps(target=None, chunk=512)
+    _, chunked = gaps(target=1.8 * undisturbed, chunk=512)
+    _, unchunked = gaps(target=None, chunk=8192)
+    assert chunked <= 2 * undisturbed
+    assert unchunked > 50 * undisturbed
