@@ -109,7 +109,7 @@ class EventLog:
         if record is not None:
             self._file = open_new(record)
             self._file.write(_pack_header(self._header))
-            log.info("recording events", file=self._file.name)
+            log.info("recording events", file=str(self._file.name))
 
     # --- what the service calls, in this order, for each step -----------------------------------------------------
 
@@ -203,7 +203,7 @@ def open_new(path: Path) -> IO[bytes]:
     for number in range(1, 10_000):
         candidate = path if number == 1 else path.with_name(f"{path.name}.{number}")
         try:
-            return os.fdopen(os.open(candidate, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
+            return open(candidate, "xb", opener=lambda name, flags: os.open(name, flags, 0o600))
         except FileExistsError:
             continue
     raise FileExistsError(f"{path} and 9,998 others exist")

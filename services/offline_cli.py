@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from services.settings import ByteSize, SettingsError
+
 LogPath = Annotated[Path, typer.Argument(metavar="FILE", help="An event log.")]
 Settings = Annotated[
     list[str] | None,
@@ -19,10 +21,18 @@ Settings = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
+def _size(text: str) -> ByteSize:
+    try:
+        return ByteSize.parse(text)
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
 def register(app: typer.Typer) -> None:
     """Add the commands to `signalbox`."""
     app.command()(replay)
     app.command()(events)
+    app.command()(plan)
 
 
 def replay(
@@ -53,3 +63,44 @@ def events(
     from services import save_events
 
     typer.echo(save_events.save(run_dir, output))
+
+
+def plan(
+    model: Annotated[
+        str, typer.Argument(help="A name in the store, a Hugging Face folder, its config.json, or a GGUF file.")
+    ],
+    *,
+    memory: Annotated[
+        ByteSize, typer.Option(parser=_size, metavar="SIZE", help="Memory of the device: 80GB, 24GiB or bytes.")
+    ],
+    utilization: Annotated[
+        float | None, typer.Option(help="The part of it that the engine may use.", show_default="0.9")
+    ] = None,
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(help="The engine's part of a device that it shares, with a trainer, say; instead of the above."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Number format of the weights; auto: as stored.", metavar="FORMAT")
+    ] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option(help="Number format of keys and values; auto: the model's.", metavar="FORMAT")
+    ] = "auto",
+    parameters: Annotated[
+        int | None, typer.Option(min=1, help="How many the model has, where its files do not tell.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Token slots in one KV block.")] = 16,
+    context: Annotated[int, typer.Option(min=1, help="Tokens that a reservation for each sequence would take.")] = 8192,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that a sequence really has.")] = 2000,
+    json: Json = False,
+) -> None:
+    """Tell how much KV cache a model leaves room for on a device, and how many sequences fit."""
+    from services import plan as planner
+
+    planner.main(
+        model,
+        planner.Device.of(memory, utilization, memory_fraction),
+        planner.Formats(weights=dtype, kv=kv_dtype, parameters=parameters),
+        planner.Use(block_size=block_size, context=context, tokens=tokens),
+        json=json,
+    )

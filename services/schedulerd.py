@@ -60,6 +60,15 @@ class SchedulerService:
         `fault_dir`: where the events in memory go when a step fails; None: the run folder.
         """
         self.lock = SchedulerLock(run_dir)
+        started = time.monotonic()
+        self.state = SchedulerState(config, secrets.randbits(62) + 1, started)
+        self.due: list[Event] = []  # for the next call of advance, whatever arrives
+        self.fault_dir = fault_dir or run_dir.path
+        try:
+            self.events = EventLog(self.state, started, memory=event_memory, record=record)
+        except OSError as error:
+            self.lock.close()
+            raise SettingsError(f"--record {record} cannot be written: {error.strerror}") from error
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.frontends = Router(self.context, frontend_link(run_dir))
         self.plans = Router(self.context, plan_link(run_dir))
@@ -72,14 +81,6 @@ class SchedulerService:
         self.poller = zmq.Poller()
         for source in self.sources:
             self.poller.register(source.router.socket, zmq.POLLIN)
-        started = time.monotonic()
-        self.state = SchedulerState(config, secrets.randbits(62) + 1, started)
-        self.due: list[Event] = []  # for the next call of advance, whatever arrives
-        self.run_dir, self.fault_dir = run_dir, fault_dir or run_dir.path
-        try:
-            self.events = EventLog(self.state, started, memory=event_memory, record=record)
-        except OSError as error:
-            raise SettingsError(f"--record {record} cannot be written: {error.strerror}") from error
 
     def step(self, longest: float) -> None:
         """Wait for input, at most `longest` seconds, and advance once with all of it."""

@@ -16,7 +16,7 @@ from worker.runner import Runner
 WINDOWS = (1, 2, 3)
 STABLE = stable_prompts()
 # A slice for every day: short prompts, and one that a budget of 64 cuts.
-SOME = [entry for entry in STABLE if len(entry.prompt) <= 33][:4] + [e for e in STABLE if 100 <= len(e.prompt) <= 150][:1]
+SOME = [entry for length in (1, 5, 17, 33, 150) for entry in STABLE if len(entry.prompt) == length]
 SOME_TOKENS = 24
 SAMPLINGS = (
     SamplingParams(temperature=1.0),
@@ -33,7 +33,7 @@ def real(default_model_path: Path) -> Runner:
     return Runner.load(WorkerConfig(model=default_model_path, dtype="float32", kv_cache_memory=192 * 2**20))
 
 
-@pytest.fixture(scope="module", params=[96, 49152], ids=["vocabulary of 96", "vocabulary of 49152"])
+@pytest.fixture(scope="module", params=[96, pytest.param(49152, marks=pytest.mark.slow)])
 def flat(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runner:
     """All logits are equal: only the random numbers decide."""
     return tiny_runner(

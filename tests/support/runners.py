@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from proto.messages import StepPlan, StepResult, WorkerHello
 from tests.support.checkpoints import write_tiny
 from worker.config import WorkerConfig
 from worker.runner import Runner
@@ -15,3 +20,36 @@ def tiny_runner(folder: Path, *, flat: bool = False, model: dict[str, Any] | Non
     write_tiny(folder, flat=flat, **(model or {}))
     defaults: dict[str, Any] = {"threads": 1, "max_rows": 8, "max_step_tokens": 64, "kv_cache_memory": 64 * 16 * 256}
     return Runner.load(WorkerConfig(model=folder, **(defaults | settings)))
+
+
+@dataclass
+class SmallPool:
+    """A runner that tells of so many KV blocks only, so that one load of a model serves pools of many sizes.
+
+    Blocks are NaN after a reset: a read of what no one wrote shows in the results.
+    """
+
+    runner: Runner
+    num_blocks: int
+
+    def hello(self, worker_id: str) -> WorkerHello:
+        """As the runner's, with the smaller pool."""
+        hello = self.runner.hello(worker_id)
+        (group,) = hello.groups
+        assert self.num_blocks <= group.num_blocks
+        return dataclasses.replace(
+            hello,
+            groups=(dataclasses.replace(group, num_blocks=self.num_blocks),),
+            max_length=min(hello.max_length, self.num_blocks * group.block_size),
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """The runner's; the result is the scheduler's to judge."""
+        result = self.runner.execute(plan)
+        self.runner.batch.validate()
+        return result
+
+    def reset(self) -> None:
+        """Empties the batch."""
+        self.runner.reset()
+        self.runner.executor.cache.blocks[:, : self.num_blocks] = torch.nan

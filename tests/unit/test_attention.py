@@ -76,7 +76,6 @@ def run(work: list[tuple[int, int]], block_size: int, window: int | None) -> lis
     layout = Layout(
         block_size=block_size,
         null_slot=batch.num_blocks * block_size,
-        per_key=HEADS // KV_HEADS,
         window=window,
         dtype=torch.float32,
     )
@@ -112,7 +111,7 @@ def test_padding_is_less_than_a_factor_of_two() -> None:
     batch = batch_of(work, 16, np.random.default_rng(0))
     starts, counts = (int32(column) for column in zip(*work, strict=True))
     inputs: StepInputs = build_inputs(batch, int32(range(len(work))), starts, counts)
-    layout = Layout(block_size=16, null_slot=1024 * 16, per_key=1, window=None, dtype=torch.float32)
+    layout = Layout(block_size=16, null_slot=1024 * 16, window=None, dtype=torch.float32)
     groups = plan_attention(inputs, layout)
     assert sum(group.size for group in groups) == len(work)
     assert len(groups) <= 16

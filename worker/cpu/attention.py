@@ -1,7 +1,6 @@
 """Paged attention with torch: keys and values are gathered by slot, for rows of like size at once.
 
-Legend: B rows of one group, C queries of its longest row, L keys of its longest row; T, N, K, D as in models/llama.py,
-G = N / K query heads of each key head.
+Legend: B rows of one group, C queries of its longest row, L keys of its longest row; T, N, K, D as in models/llama.py.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class Group:
 
     tokens[B · C]: flat token index of each query; padding repeats the row's last. valid[Q]: which of the B · C are
     real, or None for all. slots[B · L]: KV slot of each key; padding names the null slot. bias: 0 for the keys that a
-    query sees, -inf for others, [B, 1, G · C, L], or [B, 1, 1, L] when C is 1.
+    query sees, -inf for others, [B, 1, C, L].
     """
 
     size: int
@@ -36,11 +35,10 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What stays the same from step to step. per_key: G. window: positions that a query sees, or None for all."""
+    """What stays the same from step to step. window: positions that a query sees, or None for all."""
 
     block_size: int
     null_slot: int
-    per_key: int
     window: int | None
     dtype: torch.dtype
 
@@ -67,15 +65,13 @@ def attend(groups: list[Group], keys: Tensor, values: Tensor, q_TND: Tensor) -> 
 
 
 def _attend_group(group: Group, keys: Tensor, values: Tensor, q: Tensor) -> Tensor:
-    """[B · C, N, D] -> [B · C, N, D]. The G query heads of a key head stand as further queries of it."""
+    """[B · C, N, D] -> [B · C, N, D]."""
     size, (heads, dim), kv_heads = group.size, q.shape[1:], keys.shape[1]
     k = keys.index_select(0, group.slots).view(size, -1, kv_heads, dim).transpose(1, 2)
     v = values.index_select(0, group.slots).view(size, -1, kv_heads, dim).transpose(1, 2)
-    per_key = heads // kv_heads
-    q = q.view(size, -1, kv_heads, per_key, dim).permute(0, 2, 3, 1, 4).reshape(size, kv_heads, -1, dim)
-    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias)
-    mixed = mixed.view(size, kv_heads, per_key, -1, dim).permute(0, 3, 1, 2, 4)
-    return mixed.reshape(-1, heads, dim)
+    q = q.view(size, -1, heads, dim).transpose(1, 2)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=group.bias, enable_gqa=True)
+    return mixed.transpose(1, 2).reshape(-1, heads, dim)
 
 
 def _like_sized(counts: NDArray[np.int32], keys: NDArray[np.int32]) -> Iterator[NDArray[np.intp]]:
@@ -109,5 +105,5 @@ def _group(
         tokens=torch.from_numpy(tokens.ravel()),
         valid=None if (count == widest).all() else torch.from_numpy(np.flatnonzero(query < count)),
         slots=torch.from_numpy(slots.ravel()),
-        bias=bias.repeat(1, layout.per_key if widest > 1 else 1, 1).unsqueeze(1),
+        bias=bias.unsqueeze(1),
     )

@@ -42,7 +42,6 @@ class CpuExecutor:
         layout = Layout(
             block_size=config.block_size,
             null_slot=num_blocks * config.block_size,
-            per_key=model.num_heads // model.num_kv_heads,
             window=model.sliding_window,
             dtype=dtype,
         )

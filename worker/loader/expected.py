@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,6 +27,11 @@ def expected_tensors(config: ModelConfig) -> dict[str, Shape]:
     if not config.tie_word_embeddings:
         shapes[LM_HEAD] = vocab
     return shapes
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """How many numbers the weights are; tied embeddings count once."""
+    return sum(math.prod(shape) for shape in expected_tensors(config).values())
 
 
 def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
