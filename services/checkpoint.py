@@ -30,18 +30,35 @@ class CheckpointError(ValueError):
 
 
 def freeze(state: SchedulerState) -> bytes:
-    """The state as bytes. Raises CheckpointError for a state that holds something else than data."""
+    """The state as bytes, as fast as can be. Raises CheckpointError for a state that holds more than data."""
     writer = _Writer()
     root = writer.value(state)
     nodes = writer.nodes()
-    return zlib.compress(msgpack.packb([writer.classes, nodes, root]), 1)
+    plain: bytes = msgpack.packb([writer.classes, nodes, root])
+    return plain
 
 
-def thaw(data: bytes) -> SchedulerState:
+def compress(plain: bytes) -> bytes:
+    """For a file: most of a checkpoint is small numbers."""
+    return zlib.compress(plain, 1)
+
+
+def decompress(data: bytes) -> bytes:
+    """What was compressed. Raises CheckpointError when it is damaged."""
+    stream = zlib.decompressobj()
+    try:
+        plain = stream.decompress(data, MAX_BYTES)
+    except zlib.error as error:
+        raise CheckpointError(f"the checkpoint cannot be read ({error})") from error
+    if not stream.eof:
+        raise CheckpointError("the checkpoint cannot be read: it is cut off or too large")
+    return plain
+
+
+def thaw(plain: bytes) -> SchedulerState:
     """The state again, equal in all that advance can see. Raises CheckpointError for anything but a checkpoint."""
     try:
-        plain = zlib.decompressobj().decompress(data, MAX_BYTES)
-        classes, nodes, root = msgpack.unpackb(plain, strict_map_key=False, max_str_len=len(plain))
+        classes, nodes, root = msgpack.unpackb(plain, strict_map_key=False)
         state = _Reader(classes, nodes).value(root)
     except CheckpointError:
         raise

@@ -26,7 +26,7 @@ import structlog
 
 from proto.messages import SCHEMA_VERSION, Message, SchedulerBeat
 from scheduler.state import SchedulerState
-from services.checkpoint import CheckpointError, freeze
+from services.checkpoint import CheckpointError, compress, freeze
 
 log = structlog.get_logger()
 
@@ -51,7 +51,7 @@ class LogHeader:
 
     schema: of the frames. started: the scheduler's clock at its start; time: seconds since 1970 at the beginning of
     this log. step, digest: steps before this log and the digest of what they sent. checkpoint: the state then
-    (services/checkpoint.py); empty when the log begins with the scheduler itself.
+    (services/checkpoint.py), compressed in a file; empty when the log begins with the scheduler itself.
     """
 
     format: str = FORMAT
@@ -145,7 +145,10 @@ class EventLog:
         """Write the tail to `path`, whole or not at all; returns its bytes. `reason` stands at its end."""
         if self._broken or not self._limit:
             raise OSError("there is no tail in memory")
-        parts = [_pack_header(self._segments[0].header)]
+        header = self._segments[0].header
+        if header.checkpoint:
+            header = dataclasses.replace(header, checkpoint=compress(header.checkpoint))
+        parts = [_pack_header(header)]
         parts += [record for segment in self._segments for record in segment.records]
         parts.append(self._end(reason))
         unfinished = path.with_name(f".{path.name}.part")

@@ -14,7 +14,7 @@ from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
 from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, Outgoing, PeerLost, Rejected, Tick
 from scheduler.state import SchedulerState
-from services.checkpoint import CheckpointError, thaw
+from services.checkpoint import CheckpointError, decompress, thaw
 from services.eventlog import EventLogError, Kind, LogFile, Step, digest_of
 
 STORIES = 5  # told for one difference
@@ -65,7 +65,7 @@ def first_state(log: LogFile) -> SchedulerState:
     header = log.header
     if header.checkpoint:
         try:
-            return thaw(header.checkpoint)
+            return thaw(decompress(header.checkpoint))
         except CheckpointError as error:
             raise EventLogError(f"{log.path}: {error}: replay it with release {header.release}") from error
     known = {field.name for field in dataclasses.fields(SchedulerConfig)}

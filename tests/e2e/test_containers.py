@@ -22,7 +22,8 @@ import pytest
 
 from tests.support.engine_server import wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+# One group: a run with several processes builds and starts it all once.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), pytest.mark.xdist_group("containers")]
 
 IMAGE = "signalbox:e2e"
 PROJECT = "signalbox-e2e"
