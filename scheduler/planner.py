@@ -154,13 +154,15 @@ class PlanBuilder:
         self._schedule(decodes, np.ones(len(decodes), np.int32))
 
     def _extend_short(self, decodes: Int64, crossing: Int64) -> None:
-        """Not enough blocks for all that need one: those that need none go on, the others take turns by rank."""
-        fine = decodes[~np.isin(decodes, crossing)]
-        if len(fine):
-            self._schedule(fine, np.ones(len(fine), np.int32))
-        for row in self._first_in_rank(crossing).tolist():
-            if self.worker.batch.active[row]:
+        """Not enough blocks for all that need one: one by one by rank, so that the last in rank gives way."""
+        needs = set(crossing.tolist())
+        for row in self._first_in_rank(decodes).tolist():
+            if not self.worker.batch.active[row]:
+                continue  # preempted for one before it
+            if row in needs:
                 self._extend(row)
+            elif not self.blocked:
+                self._schedule(np.array([row]), np.ones(1, np.int32))
 
     # --- one row --------------------------------------------------------------------------------------------------
 
