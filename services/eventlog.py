@@ -103,7 +103,6 @@ class EventLog:
             config=dataclasses.asdict(state.config),
         )
         self._segments = deque([Segment(self._header)], maxlen=2)
-        self._broken = False  # no checkpoint could be made: the tail waits for one
         self._file: IO[bytes] | None = None
         self._flush_at = 0.0
         if record is not None:
@@ -122,7 +121,7 @@ class EventLog:
         record = self._packer.pack((now, self.digest, self._inputs))
         self._inputs = []
         self.steps += 1
-        if self._limit and not self._broken:
+        if self._limit:
             segment = self._segments[-1]
             segment.records.append(record)
             segment.size += len(record)
@@ -135,15 +134,15 @@ class EventLog:
 
     def finish(self, state: SchedulerState) -> None:
         """The step is done; begins a new segment when the last one is full, a little earlier in an idle moment."""
-        size = self._segments[-1].size
-        if size >= self._limit or self._broken or (size >= self._limit // 2 and state.idle):
+        size = self._segments[-1].size if self._limit else 0
+        if self._limit and (size >= self._limit or (size >= self._limit // 2 and state.idle)):
             self._begin_segment(state)
 
     # --- what is done now and then --------------------------------------------------------------------------------
 
     def dump(self, path: Path, reason: str) -> int:
         """Write the tail to `path`, whole or not at all; returns its bytes. `reason` stands at its end."""
-        if self._broken or not self._limit:
+        if not self._limit:
             raise OSError("there is no tail in memory")
         header = self._segments[0].header
         if header.checkpoint:
@@ -167,16 +166,13 @@ class EventLog:
             self._file = None
 
     def _begin_segment(self, state: SchedulerState) -> None:
-        if not self._limit:
-            return
         try:
             checkpoint = freeze(state)
         except CheckpointError as error:
-            if not self._broken:
-                log.error("no event log in memory for now", why=str(error))
-            self._broken = True
+            log.error("no more events are kept in memory", why=str(error))
+            self._limit = 0
+            self._segments.clear()
             return
-        self._broken = False
         header = dataclasses.replace(
             self._header, time=time.time(), step=self.steps, digest=self.digest, checkpoint=checkpoint
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -19,6 +19,7 @@ import numpy as np
 from proto.messages import (
     Ack,
     Add,
+    FinishReason,
     FrontendBeat,
     FrontendHello,
     FrontendToScheduler,
@@ -45,6 +46,7 @@ from services.figures import RequestRecord, StepSample
 BEAT_SECONDS = 0.25
 LEAD_SECONDS = 1.0  # for the workers to join before the first request
 WORKER_FIELDS = ("block_size", "num_blocks", "max_rows", "max_step_tokens", "max_length")
+STORIES = 3  # told when the simulation cannot go on
 TERMS = ("base", "token", "row", "kv")
 
 
@@ -268,8 +270,7 @@ class Simulation:
         return events
 
     def _to_worker(self, node: _Node, header: Header, message: object) -> None:
-        if isinstance(message, Reset):
-            node.worker.reset()
+        if isinstance(message, Reset) and not node.link.session:
             node.link = dataclasses.replace(header, number=0)
             self._at(self._now, partial(self._beat_of, node))
         elif isinstance(message, StepPlan):
@@ -280,7 +281,8 @@ class Simulation:
             node.free_at = max(self._now, node.free_at) + result.seconds
             self._at(node.free_at + self.model.wait, partial(FromWorker, node.peer, header, result))
         else:
-            raise RuntimeError(f"the scheduler turned a simulated worker away: {message}")
+            told = [line for add in self.adds[:STORIES] for line in self.state.story(add.request_id)]
+            raise RuntimeError(f"the scheduler turned a simulated worker away: {message}; {told}")
 
     def _to_frontend(self, header: Header, message: object) -> None:
         if isinstance(message, Welcome):
@@ -312,25 +314,31 @@ class Simulation:
 def _renumbered(requests: list[RequestRecord]) -> tuple[list[Add], list[int], list[list[int]]]:
     """The Adds for one frontend, with sequences 1, 2, ... whose seeds are 0, 1, ...; their lengths and outputs.
 
-    Log-probabilities are not asked for, and a sequence that ended before its first token gets one.
+    Log-probabilities are not asked for, and a sequence that ended before its first token gets one. Whatever ended a
+    sequence below its limit (its text, its client, the log itself) is a stop id at that place now.
     """
     sequences = [sequence for request in requests for sequence in request.sequences]
     handles = {(s.request.peer, s.start.sequence): number for number, s in enumerate(sequences, 1)}
-    adds = []
-    number = 0
-    for request in requests:
-        starts = []
-        for sequence in request.sequences:
-            delivered = len(request.add.prompt_ids)
-            changes: dict[str, Any] = {"sequence": number + 1, "seed": number, "delivered": delivered}
-            if parent := getattr(sequence.start, "parent", 0):
-                changes["parent"] = handles.get((request.peer, parent), 0)
-            starts.append(dataclasses.replace(sequence.start, **changes))
-            number += 1
-        params = dataclasses.replace(request.add.params, logprobs=-1, prompt_logprobs=-1)
-        adds.append(
-            dataclasses.replace(request.add, sequences=tuple(starts), params=params, deaths=0, weights_version=0)
-        )
-    outputs = [s.outputs or [0] for s in sequences]
-    lengths = [len(s.request.add.prompt_ids) + len(o) for s, o in zip(sequences, outputs, strict=True)]
+    numbers = count()
+    adds = [_add_of(request, handles, numbers) for request in requests]
+    outputs = [sequence.outputs or [0] for sequence in sequences]
+    lengths = [
+        s.request.add.max_length + 1 if s.end is FinishReason.LENGTH else len(s.request.add.prompt_ids) + len(out)
+        for s, out in zip(sequences, outputs, strict=True)
+    ]
     return adds, lengths, outputs
+
+
+def _add_of(request: RequestRecord, handles: dict[tuple[str, int], int], numbers: Iterator[int]) -> Add:
+    add = request.add
+    starts = []
+    for sequence in request.sequences:
+        number = next(numbers)
+        changes: dict[str, Any] = {"sequence": number + 1, "seed": number, "delivered": len(add.prompt_ids)}
+        if parent := getattr(sequence.start, "parent", 0):
+            changes["parent"] = handles.get((request.peer, parent), 0)
+        starts.append(dataclasses.replace(sequence.start, **changes))
+    last = {(s.outputs or [0])[-1] for s in request.sequences if s.end is not FinishReason.LENGTH}
+    stops = tuple(sorted(last.union(add.params.stop_ids)))
+    params = dataclasses.replace(add.params, logprobs=-1, prompt_logprobs=-1, stop_ids=stops)
+    return dataclasses.replace(add, sequences=tuple(starts), params=params, deaths=0, weights_version=0)

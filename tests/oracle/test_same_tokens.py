@@ -16,8 +16,8 @@ from worker.runner import Runner
 WINDOWS = (1, 2, 3)
 STABLE = stable_prompts()
 # A slice for every day: short prompts, and one that a budget of 64 cuts.
-SOME = [entry for length in (1, 5, 17, 33, 150) for entry in STABLE if len(entry.prompt) == length]
-SOME_TOKENS = 24
+SOME = [entry for length in (1, 5, 16, 17, 100) for entry in STABLE if len(entry.prompt) == length]
+SOME_TOKENS = 32
 SAMPLINGS = (
     SamplingParams(temperature=1.0),
     SamplingParams(temperature=0.3),
@@ -30,7 +30,7 @@ SAMPLINGS = (
 @pytest.fixture(scope="module")
 def real(default_model_path: Path) -> Runner:
     """SmolLM2-135M-Instruct in float32 with room for 4,096 tokens."""
-    return Runner.load(WorkerConfig(model=default_model_path, dtype="float32", kv_cache_memory=192 * 2**20))
+    return Runner.load(WorkerConfig(model=default_model_path, dtype="float32", threads=1, kv_cache_memory=192 * 2**20))
 
 
 @pytest.fixture(scope="module", params=[96, pytest.param(49152, marks=pytest.mark.slow)])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from proto.codec import encode
-from proto.messages import Add, SamplingParams, SequenceStart, int32
+from proto.messages import Add, FinishReason, SamplingParams, SequenceStart, int32
 from scheduler.config import SchedulerConfig
 from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected
 from services.bench.simulated_worker import WorkerModel
@@ -53,7 +54,10 @@ class Recorder:
 
 
 def requests_of(workload: WorkloadConfig) -> list[RequestRecord]:
-    """The requests of a workload; every third has a prompt that another one begins with, every fifth two choices."""
+    """The requests of a workload; every third has a prompt that another one begins with, every fifth two choices.
+
+    Every fourth ends by its limit, the others by a stop id or for another reason.
+    """
     rng = np.random.Generator(np.random.Philox(workload.seed + 1))
     shared = rng.integers(1, 1000, 4096)
     made = []
@@ -64,7 +68,7 @@ def requests_of(workload: WorkloadConfig) -> list[RequestRecord]:
             request_id=f"request-{number}",
             prompt_ids=int32(prompt),
             params=SamplingParams(eos_ids=(0,)),
-            max_length=request.num_prompt + 100,
+            max_length=request.num_prompt + (request.num_output if number % 4 == 0 else 100),
             sequences=tuple(
                 SequenceStart(sequence=handle, seed=handle, output_ids=int32(), delivered=request.num_prompt)
                 for handle in handles
@@ -72,8 +76,9 @@ def requests_of(workload: WorkloadConfig) -> list[RequestRecord]:
         )
         record = RequestRecord("frontend", add, request.arrival)
         for start in add.sequences:
-            outputs = [*rng.integers(1, 1000, request.num_output - 1).tolist(), 0]
-            record.sequences.append(SequenceRecord(record, start, outputs))
+            outputs = rng.integers(1, 1000, request.num_output).tolist()
+            end = FinishReason.LENGTH if number % 4 == 0 else FinishReason.STOP
+            record.sequences.append(SequenceRecord(record, start, outputs, end=end))
         made.append(record)
     return made
 
@@ -88,3 +93,19 @@ def record_run(
     simulation.run()
     recorder.log.close("the simulation is over")
     return recorder
+
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "simulated_run.events"
+GOLDEN_SCENARIO = replace(SCENARIO, worker=replace(SCENARIO.worker, num_blocks=24), workers=2)
+GOLDEN_WORKLOAD = replace(WORKLOAD, rate=30.0)
+
+
+def main() -> None:
+    """Record the golden log anew: `python -m tests.support.recorded_runs`."""
+    GOLDEN.unlink(missing_ok=True)
+    recorder = record_run(GOLDEN, GOLDEN_WORKLOAD, GOLDEN_SCENARIO)
+    print(f"{GOLDEN}: {recorder.log.steps} steps, {GOLDEN.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,6 +9,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.metrics import metrics
 from tests.support.local_engine import Generation, LocalEngine, PlanRunner
 
+GREEDY = SamplingParams()
 STEPS_BETWEEN = 2  # from one arrival to the next
 CHUNK = 64
 
@@ -19,7 +20,7 @@ class Request:
 
     prompt: list[int]
     max_tokens: int
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = GREEDY
     seed: int = 0
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from tests.support.engine_server import EngineServer, wait_for
@@ -30,41 +27,6 @@ def small(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
         worker_options={"kv_cache_memory": POOL * BYTES_PER_TOKEN},
     ) as server:
         yield server
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [{"temperature": 0}, {"temperature": 0, "repetition_penalty": 1.2}, {"temperature": 1}],
-    ids=["greedy", "penalty", "sampled"],
-)
-async def test_preemption_changes_no_answer(small, sampling):
-    """Four requests of 125 tokens want twice the pool."""
-
-    def body(k: int) -> dict[str, object]:
-        prompt = [(7 * i + k) % 250 + 5 for i in range(25)]
-        return {"model": "tiny", "prompt": prompt, "max_tokens": 100, "ignore_eos": True, "seed": k, **sampling}
-
-    async def plain(session: aiohttp.ClientSession, k: int) -> str:
-        async with session.post("/v1/completions", json=body(k)) as response:
-            answer = await response.json()
-        assert answer["usage"]["completion_tokens"] == 100
-        return answer["choices"][0]["text"]
-
-    async def streamed(session: aiohttp.ClientSession, k: int) -> str:
-        text = ""
-        async with session.post("/v1/completions", json=body(k) | {"stream": True}) as response:
-            async for line in response.content:
-                if line.startswith(b"data: {"):
-                    text += json.loads(line[6:])["choices"][0]["text"]
-        return text
-
-    before = await asyncio.to_thread(small.metric, "signalbox_preemptions_total")
-    async with aiohttp.ClientSession(small.http) as session:
-        alone = [await plain(session, k) for k in range(4)]
-        together = await asyncio.gather(*(streamed(session, k) for k in range(4)))
-    assert together == alone
-    await asyncio.to_thread(wait_for, lambda: small.metric("signalbox_preemptions_total") > before, "a preemption")
-    await asyncio.to_thread(wait_for, lambda: small.metric("signalbox_kv_blocks_used") == 0, "an empty pool")
 
 
 def test_what_can_never_fit_is_refused(small):

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.completions import Completion, ask_all
 from tests.support.engine_server import EngineServer
+from tests.support.stable_prompts import stable_prompts
 
 PROMPT = "The capital of France is"
 
@@ -36,3 +38,26 @@ def test_a_chat_prompt_has_the_tokens_of_its_template(server):
     assert answer.status == 200
     assert answer.body["usage"]["prompt_tokens"] == 31
     assert answer.body["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize(
+    ("shortest", "max_tokens"),
+    [(6, 8), pytest.param(18, 64, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+async def test_64_streams_at_once_give_the_known_tokens(server, shortest, max_tokens):
+    """Prompts whose greedy output no rounding can change; the text of each stream is that of the committed ids."""
+    entries = stable_prompts()[:shortest]
+    outputs = [entry.output[:max_tokens] for entry in entries]
+    texts = [server.post("/detokenize", {"model": "tiny", "tokens": output}).body["prompt"] for output in outputs]
+    expected = [Completion(text, "length", len(output)) for text, output in zip(texts, outputs, strict=True)]
+    bodies = [
+        {
+            "model": "tiny",
+            "prompt": entries[k % shortest].prompt,
+            "max_tokens": expected[k % shortest].tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        for k in range(64)
+    ]
+    assert await ask_all(server.http, bodies, stream=True) == [expected[k % shortest] for k in range(64)]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from services import cli
 
-COMMANDS = ["up", "scheduler", "worker", "frontend", "generate", "chat", "models", "bench"]
+COMMANDS = ["up", "scheduler", "worker", "frontend", "generate", "chat", "models", "bench", "replay", "events", "plan"]
 
 
 def signalbox(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

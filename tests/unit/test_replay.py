@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from scheduler import advance as advance_module
 from scheduler.errors import SchedulerError
 from services import cli
+from services.checkpoint import CheckpointError
 from services.eventlog import EventLog, EventLogError, LogFile
 from services.replay import first_state, replay
 from services.replay_report import summary
@@ -165,3 +166,15 @@ def test_a_recording_is_never_written_over(recorded, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run.events", "run.events.2"]
     with pytest.raises(OSError, match="no tail in memory"):
         EventLog(recorder.state, 0.0, memory=0).dump(path, "why")
+
+
+def test_a_state_that_cannot_be_kept_ends_the_tail_and_nothing_else(monkeypatch, tmp_path):
+    def refuse(state):
+        raise CheckpointError("the scheduler's state holds a socket")
+
+    monkeypatch.setattr("services.eventlog.freeze", refuse)
+    path = tmp_path / "run.events"
+    recorder = record_run(path, memory=20_000)
+    assert replay(LogFile.open(path)).same
+    with pytest.raises(OSError, match="no tail in memory"):
+        recorder.log.dump(tmp_path / "tail.events", "why")
