@@ -12,6 +12,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.prefix import PrefixIndex
 from kvpool.table import BlockTable
 
 BlockIds = Sequence[int] | NDArray[np.integer]
@@ -49,20 +50,26 @@ class BlockPool:
         self._num_free = num_blocks
         self._by_kind = np.zeros((len(HolderKind), num_blocks), dtype=np.int32)
         self._total = np.zeros(num_blocks, dtype=np.int32)  # the sum of _by_kind over kinds
+        self.prefix = PrefixIndex()
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return self._num_free
+        """Blocks that can be allocated: nobody holds them, or the prefix index alone."""
+        return self._num_free + len(self.prefix.idle)
+
+    @property
+    def num_cached(self) -> int:
+        """Those of the free blocks that the prefix index holds."""
+        return len(self.prefix.idle)
 
     @property
     def used(self) -> int:
-        """Distinct blocks that somebody holds."""
-        return self.num_blocks - self._num_free
+        """Distinct blocks that somebody other than the prefix index holds."""
+        return self.num_blocks - self.num_free
 
     def check_free(self, count: int) -> bool:
         """Whether allocate(count) would succeed now."""
-        return count <= self._num_free
+        return count <= self.num_free
 
     def holders(self, block: int) -> int:
         """How many holders a block has, of all kinds; 0 for a free one."""
@@ -78,8 +85,9 @@ class BlockPool:
         """Take `count` blocks, each with one holder of `kind`; None, and none taken, if too few are free."""
         if count < 0:
             raise ValueError(f"count must not be negative, not {count}")
-        if count > self._num_free:
+        if count > self.num_free:
             return None
+        self._evict(count - self._num_free)
         taken = self._stack[self._num_free - count : self._num_free][::-1]
         self._by_kind[kind, taken] = 1
         self._total[taken] = 1
@@ -95,10 +103,29 @@ class BlockPool:
             raise PoolError(f"block {free[0]} is free and cannot get another holder: allocate it first")
         np.add.at(self._by_kind[kind], ids, 1)
         np.add.at(self._total, ids, 1)
+        if self.prefix.idle:
+            for block in ids.tolist():
+                self.prefix.idle.pop(block, None)
+
+    def register(self, block: int, digest: bytes) -> bool:
+        """Let the prefix index hold a full, read-only block; False when its content is there already."""
+        if digest in self.prefix.block_of or block in self.prefix.digest_of:
+            return False
+        self.share([block], HolderKind.INDEX)
+        self.prefix.add(digest, block)
+        return True
+
+    def unregister(self, block_ids: BlockIds) -> None:
+        """Take those of the blocks that it holds out of the prefix index."""
+        for block in self._ids(block_ids).tolist():
+            if block in self.prefix.digest_of:
+                self.prefix.drop(block)
+                self.release([block], HolderKind.INDEX)
 
     def release(self, block_ids: BlockIds, kind: HolderKind) -> None:
         """Drop a holder of `kind` from each block; a block without holders is free again.
 
+        Of the blocks that only the prefix index still holds, the last ones given are evicted first: a table's tail.
         Raises PoolError if a block has fewer holders of that kind than are dropped, or is unknown.
         """
         ids = self._ids(block_ids)
@@ -114,16 +141,32 @@ class BlockPool:
         freed.reverse()
         self._stack[self._num_free : self._num_free + len(freed)] = freed
         self._num_free += len(freed)
+        if self.prefix.digest_of:
+            idle = (self._total[ids] == 1) & (self._by_kind[HolderKind.INDEX, ids] == 1)
+            for block in reversed(ids[idle].tolist()):
+                self.prefix.idle[block] = None
+
+    def _evict(self, count: int) -> None:
+        """Make the `count` least recently used cached blocks free."""
+        for _ in range(count):
+            block = next(iter(self.prefix.idle))
+            self.prefix.drop(block)
+            self._by_kind[HolderKind.INDEX, block] = 0
+            self._total[block] = 0
+            self._stack[self._num_free] = block
+            self._num_free += 1
 
     def validate(self, tables: Iterable[BlockTable], others: Mapping[HolderKind, Iterable[int]] | None = None) -> None:
         """Prove the books; raises PoolError on the first difference.
 
-        Every block is exactly one of free or held; holders of kind TABLE equal the tables, those of every
-        other kind equal `others` (one mention for each holder); a writable block has exactly one holder.
+        Every block is exactly one of free, cached or held; holders of kind TABLE equal the tables, of kind INDEX
+        the prefix index, those of every other kind `others` (one mention for each holder); a writable block has
+        exactly one holder.
         """
         tables = list(tables)
         expected = {kind: list((others or {}).get(kind, ())) for kind in HolderKind}
         expected[HolderKind.TABLE] += [block for table in tables for block in table.ids]
+        expected[HolderKind.INDEX] += self.prefix.digest_of
         for kind, ids in expected.items():
             counts = np.bincount(self._ids(ids), minlength=self.num_blocks)
             self._report(counts != self._by_kind[kind], f"differs from the {kind.name} holders given")
@@ -131,6 +174,11 @@ class BlockPool:
         self._report(self._by_kind.sum(axis=0) != self._total, "has a total that is not the sum of its holders")
         self._report(self._by_kind.min(axis=0) < 0, "has a negative number of holders")
         self._report(free != (self._total == 0), "is not exactly one of free and held")
+        idle = np.bincount(self._ids(list(self.prefix.idle)), minlength=self.num_blocks) > 0
+        only_index = (self._total == 1) & (self._by_kind[HolderKind.INDEX] == 1)
+        self._report(idle != only_index, "is not exactly one of cached and held")
+        if {digest: block for block, digest in self.prefix.digest_of.items()} != self.prefix.block_of:
+            raise PoolError("the prefix index is not one to one")
         for table in tables:
             if table.block_size != self.block_size or not 0 <= table.num_shared <= len(table):
                 raise PoolError(f"{table} does not fit a pool with blocks of {self.block_size}")

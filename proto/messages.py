@@ -159,20 +159,24 @@ class SequenceStart:
     sequence: its handle, unique within the frontend process, > 0. seed: drawn by the frontend when the client gave
     none. output_ids: empty for a new sequence; what was delivered so far when the frontend attaches again.
     delivered: the next position that the frontend wants; at first num_prompt, or 1 with prompt logprobs.
+    parent: a sequence of this frontend that this one forks from: its tokens begin with this one's prompt, and while
+        it runs its KV is adopted instead of computed. 0: none; the siblings of one Add fork from the first anyway.
     """
 
     sequence: int
     seed: int
     output_ids: Int32
     delivered: int
+    parent: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add:
     """A request. Known sequences are attached (their cursor moves to `delivered`), unknown ones created.
 
-    max_length: absolute limit of prompt and output tokens. priority: lower goes first. deadline: seconds left, or
-    None. age: seconds since the client's call.
+    max_length: absolute limit of prompt and output tokens. priority: lower goes first. tenant: shares the engine
+    fairly with the others of its priority; KV is shared between requests of one tenant and cache_salt only.
+    deadline: seconds left, or None. age: seconds since the client's call.
     """
 
     request_id: str
@@ -183,6 +187,7 @@ class Add:
     sequences: tuple[SequenceStart, ...]
     priority: int = 0
     tenant: str = ""
+    cache_salt: str = ""
     adapter: str = ""  # reserved: refused as UNIMPLEMENTED unless empty
     weights_version: int = 0  # 0: whatever is loaded
     deadline: float | None = None

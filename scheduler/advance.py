@@ -25,7 +25,7 @@ def advance(state: SchedulerState, events: Seq[Event], now: float) -> Actions:
     check_frontends(state, now)
     check_deadlines(state, now)
     end_unservable(state, now)
-    actions.plans.extend(plan_all(state, now))
+    actions.plans += plan_all(state, now)
     actions.frames += frames(state)
     actions.frames += beats(state, now)
     return actions

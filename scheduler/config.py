@@ -21,6 +21,14 @@ class SchedulerConfig:
     """Sequences that may wait; beyond it new requests are refused as overloaded."""
     max_queued_tokens: int = 1_048_576
     """Prompt tokens that may wait; beyond it new requests are refused as overloaded."""
+    prefix_caching: bool = True
+    """Keep the KV of full blocks when their sequence ends, for requests with the same beginning."""
+    itl_target: float | None = None
+    """Seconds between two tokens that prefill chunks should not make running sequences wait for; None: no target."""
+    max_bypass: int = 64
+    """How many smaller sequences may pass one that does not fit now, before they all wait for it."""
+    block_wait: float = 2.0
+    """How long a sequence waits for a block that another one is about to compute, before it computes it itself."""
     worker_timeout: float = 3.0
     """Silence after which a worker counts as dead (it sends a heartbeat every quarter second)."""
     step_timeout: float = 120.0

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from proto.messages import (
     End,
     Header,
+    Int32,
     Logprobs,
     SchedulerBeat,
     SchedulerToFrontend,
@@ -29,8 +34,8 @@ def frames(state: SchedulerState) -> Frames:
     """What every frontend has not been told yet. Cursors move; a range that gets lost is asked for by an Add."""
     out: Frames = []
     for frontend in state.frontends.values():
-        while frontend.dirty:
-            frame = _frame(frontend)
+        while frontend.pieces or frontend.dirty:
+            frame = _frame(state, frontend)
             if frame is None:
                 break
             header = Header(session=state.session, link=frontend.link, number=frontend.next_number)
@@ -80,43 +85,95 @@ def _reason(state: SchedulerState) -> str:
     return "ready" if state.ready else "no usable worker"
 
 
-def _frame(frontend: Frontend) -> TokenFrame | None:
-    """The next frame from the dirty sequences; those that are told everything stop being dirty."""
-    ranges: list[tuple[Sequence, int, int]] = []
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Tokens [first, last) of a sequence."""
+
+    sequence: Sequence
+    first: int
+    last: int
+    tokens: Int32
+
+
+def _frame(state: SchedulerState, frontend: Frontend) -> TokenFrame | None:
+    """The next frame: the pieces of this step's plain rows, then ranges of dirty sequences, then ends."""
+    pieces, frontend.pieces = frontend.pieces, []
+    ranges, ends = _drain_dirty(state, frontend) if frontend.dirty else ([], [])
+    if not pieces and not ranges and not ends:
+        return None
+    handles = [piece.handles for piece in pieces]
+    firsts = [piece.firsts for piece in pieces]
+    counts = [np.ones(len(piece.firsts), np.int32) for piece in pieces]
+    versions = [piece.versions for piece in pieces]
+    tokens = [piece.tokens for piece in pieces]
+    if ranges:
+        handles.append(int64([r.sequence.handle for r in ranges]))
+        firsts.append(int32([r.first for r in ranges]))
+        counts.append(int32([r.last - r.first for r in ranges]))
+        versions.append(int32([r.sequence.weights_version for r in ranges]))
+        tokens += [r.tokens for r in ranges]
+    return TokenFrame(
+        sequences=_join(handles, int64),
+        firsts=_join(firsts, int32),
+        counts=_join(counts, int32),
+        versions=_join(versions, int32),
+        tokens=_join(tokens, int32),
+        logprobs=_logprobs(ranges, sum(len(piece.firsts) for piece in pieces)),
+        ends=tuple(ends),
+    )
+
+
+def _join(parts: list[Any], empty: Callable[[], Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else empty()
+
+
+def _drain_dirty(state: SchedulerState, frontend: Frontend) -> tuple[list[_Range], list[End]]:
+    """Ranges up to the frame's size; sequences that are told everything stop being dirty."""
+    ranges: list[_Range] = []
     ends: list[End] = []
     room = MAX_FRAME_TOKENS
     for sequence in list(frontend.dirty.values()):
-        first, last = sequence.sent, min(sequence.visible, sequence.sent + room)
-        if last > first:
-            ranges.append((sequence, first, last))
-            sequence.sent = last
-            room -= last - first
-        if sequence.sent >= sequence.visible:
+        sent, known = cursor(state, sequence)
+        visible = sequence.visible(len(known))
+        last = min(visible, sent + room)
+        if last > sent:
+            ranges.append(_Range(sequence, sent, last, known[sent:last]))
+            move_cursor(state, sequence, last)
+            room -= last - sent
+        if last >= visible:
             del frontend.dirty[sequence.handle]
             if sequence.end is not None and not sequence.end_sent:
                 ends.append(sequence.end)
                 sequence.end_sent = True
         if room == 0:
             break
-    if not ranges and not ends:
-        return None
-    return TokenFrame(
-        sequences=int64([s.handle for s, _, _ in ranges]),
-        firsts=int32([first for _, first, _ in ranges]),
-        counts=int32([last - first for _, first, last in ranges]),
-        versions=int32([s.weights_version for s, _, _ in ranges]),
-        tokens=int32([token for s, first, last in ranges for token in s.tokens[first:last]]),
-        logprobs=_logprobs(ranges),
-        ends=tuple(ends),
-    )
+    return ranges, ends
 
 
-def _logprobs(ranges: Iterable[tuple[Sequence, int, int]]) -> Logprobs | None:
+def cursor(state: SchedulerState, sequence: Sequence) -> tuple[int, Int32]:
+    """The frontend's cursor and all known tokens, wherever they stand now."""
+    if sequence.row < 0:
+        return sequence.sent, sequence.tokens
+    batch = state.workers[sequence.worker].batch
+    return int(batch.sent[sequence.row]), batch.known_tokens(sequence.row)
+
+
+def move_cursor(state: SchedulerState, sequence: Sequence, position: int) -> None:
+    """Set the frontend's cursor, wherever it stands now."""
+    sequence.sent = position
+    if sequence.row >= 0:
+        state.workers[sequence.worker].batch.sent[sequence.row] = position
+
+
+def _logprobs(ranges: list[_Range], first_row: int) -> Logprobs | None:
+    """Entries of the ranges that want them; rows count from `first_row` in the frame's columns."""
     entries: list[tuple[int, int, LogprobEntry]] = []
-    for index, (sequence, first, last) in enumerate(ranges):
-        if sequence.wants_logprobs:
-            base, log = sequence.logprobs_base, sequence.logprobs
-            begin, end = max(first, base), min(last, base + len(log))
+    for index, part in enumerate(ranges, first_row):
+        if part.sequence.wants_logprobs:
+            base, log = part.sequence.logprobs_base, part.sequence.logprobs
+            begin, end = max(part.first, base), min(part.last, base + len(log))
             entries += [(index, position, log[position - base]) for position in range(begin, end)]
     if not entries:
         return None

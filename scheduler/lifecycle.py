@@ -2,56 +2,62 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from heapq import heappush
 
 from kvpool.pool import HolderKind
 from proto.messages import End, FinishReason
-from scheduler.sequence import Row, Sequence, Status
+from scheduler.batch import Stay
+from scheduler.errors import SchedulerError
+from scheduler.sequence import Sequence, Status
 from scheduler.state import SchedulerState, Worker
-
-
-def enqueue(state: SchedulerState, sequence: Sequence, cause: str, now: float) -> None:
-    """Make a new or displaced sequence wait for a row; it keeps its rank."""
-    sequence.move(Status.WAITING, cause, now)
-    insort(state.waiting, sequence, key=lambda s: s.rank)
-    state.waiting_tokens += len(sequence.tokens)
 
 
 def create(state: SchedulerState, sequence: Sequence, cause: str, now: float) -> None:
     """Take a sequence in."""
     state.sequences[sequence.key] = sequence
+    sequence.tenant_index = state.tenants.enter(sequence.tenant)
     if sequence.deadline_at is not None:
         heappush(state.deadlines, (sequence.deadline_at, sequence.uid, sequence))
-    enqueue(state, sequence, cause, now)
+    _enqueue(state, sequence, cause, now)
 
 
-def admit(state: SchedulerState, sequence: Sequence, worker: Worker, now: float) -> Row:
-    """Give a waiting sequence a row of `worker`; its blocks come on demand."""
-    _leave_queue(state, sequence)
+def admit(
+    state: SchedulerState,
+    sequence: Sequence,
+    worker: Worker,
+    now: float,
+    *,
+    blocks: list[int],
+    shared: int,
+    computed: int,
+) -> Stay:
+    """Give a waiting sequence a row of `worker`. blocks: its table so far, whose first `computed` positions have KV
+    and whose first `shared` blocks others may hold too."""
+    state.waiting.remove(sequence)
     sequence.move(Status.RUNNING, f"admitted by {worker.peer}", now)
-    tables = worker.empty_tables()
-    row = Row(worker.free_rows.pop(), sequence, tables, [0] * len(tables), [0] * len(tables))
-    sequence.row = row
+    state.last_stay += 1
+    stay = Stay(state.last_stay, worker.batch.free_rows.pop(), sequence)
+    sequence.row = stay.row
     sequence.worker = worker.peer
-    worker.add_running(sequence)
-    return row
+    sequence.held_since = None
+    worker.batch.enter(stay, blocks, shared, computed)
+    worker.steady = None
+    return stay
 
 
 def preempt(state: SchedulerState, sequence: Sequence, worker: Worker, now: float) -> None:
-    """Take a running sequence's row and blocks; it waits to be resumed. Quiet rule: only with no plan in flight."""
+    """Take a running sequence's row and blocks; it waits to be resumed. Only with no plan in flight: quiet rule."""
     if worker.flights:
-        raise RuntimeError(f"preemption with plans in flight: {sequence.tell()}")
-    _leave_row(sequence, worker)
-    _displace(state, sequence, "preempted", now)
+        raise SchedulerError(f"preemption with plans in flight: {sequence.tell()}")
+    _leave_row(state, sequence, worker)
+    _enqueue(state, sequence, "preempted", now)
     state.totals.preemptions += 1
 
 
 def orphan(state: SchedulerState, sequence: Sequence, worker: Worker, cause: str, now: float) -> None:
-    """The worker's epoch is over: its sequences wait to be resumed elsewhere. Its pools are about to be dropped."""
-    worker.remove_running(sequence)
-    sequence.row = None
-    _displace(state, sequence, cause, now)
+    """The worker's epoch is over: its sequences wait to be resumed elsewhere, before its pool is dropped."""
+    _leave_row(state, sequence, worker)
+    _enqueue(state, sequence, cause, now)
 
 
 def end(
@@ -65,22 +71,24 @@ def end(
     length: int | None = None,
     message: str = "",
 ) -> None:
-    """The one terminal event. Blocks are free at once; a row leaves with the next plan. No-op when it has ended."""
+    """The one terminal event; a no-op when it stands. Blocks are free at once, a row leaves with the next plan."""
     if sequence.status is Status.ENDED:
         return
     if sequence.status is Status.WAITING:
-        _leave_queue(state, sequence)
+        state.waiting.remove(sequence)
     else:
-        _leave_row(sequence, state.workers[sequence.worker])
+        _leave_row(state, sequence, state.workers[sequence.worker])
     sequence.move(Status.ENDED, cause, now)
+    state.tenants.leave(sequence.tenant_index)
     if length is not None:
-        del sequence.tokens[length:]
+        sequence.tokens = sequence.tokens[:length]
         sequence.sent = min(sequence.sent, length)
     sequence.end = End(
         sequence=sequence.handle,
         reason=reason,
         length=len(sequence.tokens),
         stop_id=stop_id,
+        cached=sequence.cached,
         message=message,
     )
     state.totals.ended[reason.name.lower()] += 1
@@ -97,34 +105,48 @@ def forget(state: SchedulerState, sequence: Sequence, cause: str, now: float) ->
 
 
 def mark_dirty(state: SchedulerState, sequence: Sequence) -> None:
-    """Its frontend is to be told something new with the next frame."""
+    """Its frontend is to be told something, other than one plain token, with the next frame."""
     frontend = state.frontends.get(sequence.peer)
     if frontend is not None:
         frontend.dirty[sequence.handle] = sequence
 
 
-def _displace(state: SchedulerState, sequence: Sequence, cause: str, now: float) -> None:
-    sequence.worker = ""
-    sequence.issued = sequence.retired = sequence.sampling = 0
-    enqueue(state, sequence, cause, now)
+def _enqueue(state: SchedulerState, sequence: Sequence, cause: str, now: float) -> None:
+    sequence.move(Status.WAITING, cause, now)
+    sequence.bypassed = 0
+    state.waiting.add(sequence)
 
 
-def _leave_queue(state: SchedulerState, sequence: Sequence) -> None:
-    at = bisect_left(state.waiting, sequence.rank, key=lambda s: s.rank)
-    if at == len(state.waiting) or state.waiting[at] is not sequence:
-        raise RuntimeError(f"not in the queue: {sequence.tell()}")
-    del state.waiting[at]
-    state.waiting_tokens -= len(sequence.tokens)
+def _leave_row(state: SchedulerState, sequence: Sequence, worker: Worker) -> None:
+    """The row's full blocks enter the prefix index as far as results stand, and all its blocks are given back."""
+    batch, row = worker.batch, sequence.row
+    stay = batch.stays[row]
+    if stay is None or stay.sequence is not sequence:
+        raise SchedulerError(f"holds no row: {sequence.tell()}")
+    register_blocks(state, worker, stay, int(batch.retired[row]))
+    for digest in sequence.digests if worker.computing else ():
+        if worker.computing.get(digest) == stay.number:
+            del worker.computing[digest]
+    batch.leave(row)
+    worker.steady = None
+    worker.pool.release(stay.ids, HolderKind.TABLE)
+    worker.leaving.append(stay)
+    worker.departed[stay.number] = stay
+    sequence.row, sequence.worker = -1, ""
 
 
-def _leave_row(sequence: Sequence, worker: Worker) -> None:
-    row = sequence.row
-    if row is None:
-        raise RuntimeError(f"holds no row: {sequence.tell()}")
-    for pool, table in zip(worker.pools, row.tables, strict=True):
-        pool.release(table.ids, HolderKind.TABLE)
-    row.released = True
-    worker.remove_running(sequence)
-    worker.leaving.append(row)
-    worker.free_rows.append(row.index)
-    sequence.row = None
+def register_blocks(state: SchedulerState, worker: Worker, stay: Stay, retired: int) -> None:
+    """Let the prefix index hold the row's full blocks below `retired`; all of them are read-only from now on."""
+    if not state.config.prefix_caching:
+        return
+    batch, sequence, pool = worker.batch, stay.sequence, worker.pool
+    first, last = int(batch.registered[stay.row]) // pool.block_size, retired // pool.block_size
+    if first >= last:
+        return
+    tokens = batch.known_tokens(stay.row)[: last * pool.block_size]
+    digests = sequence.prefix_digests(tokens, pool.block_size, sequence.weights_version)
+    for index in range(first, last):
+        pool.register(int(batch.blocks[stay.row, index]), digests[index])
+        worker.computing.pop(digests[index], None)
+    batch.shared[stay.row] = max(int(batch.shared[stay.row]), last)
+    batch.registered[stay.row] = last * pool.block_size

@@ -7,7 +7,7 @@ from scheduler.state import SchedulerState
 
 def metrics(state: SchedulerState) -> dict[str, float]:
     """Sample name -> value; counters end in _total."""
-    pools = [pool for worker in state.ready_workers for pool in worker.pools]
+    pools = [worker.pool for worker in state.ready_workers]
     blocks = sum(pool.num_blocks for pool in pools)
     used = sum(pool.used for pool in pools)
     totals = state.totals
@@ -19,11 +19,15 @@ def metrics(state: SchedulerState) -> dict[str, float]:
         "signalbox_frontends": len(state.frontends),
         "signalbox_kv_blocks": blocks,
         "signalbox_kv_blocks_used": used,
+        "signalbox_kv_slots_used": sum(worker.used_slots for worker in state.ready_workers),
         "signalbox_kv_cache_usage_ratio": used / blocks if blocks else 0.0,
+        "signalbox_kv_blocks_cached": sum(pool.num_cached for pool in pools),
         "signalbox_tokens_per_second": state.tokens_per_second,
+        "signalbox_prefix_cache_queries_total": totals.prefix_queries,
+        "signalbox_prefix_cache_hits_total": totals.prefix_hits,
         "signalbox_preemptions_total": totals.preemptions,
         "signalbox_prompt_tokens_computed_total": totals.prompt_tokens,
-        "signalbox_generation_tokens_total": totals.generation_tokens,
+        "signalbox_tokens_sampled_total": totals.generation_tokens,
         "signalbox_plans_total": totals.plans,
         "signalbox_worker_losses_total": totals.worker_losses,
         "signalbox_epochs_reset_total": totals.epochs_reset,

@@ -1,19 +1,29 @@
 """Decides what each worker computes next: the running rows first, then waiting sequences, under a token budget.
 
-One PlanBuilder makes one plan for one worker. Regions of a row's positions: [0, issued) are covered by plans that
-were sent; the builder extends them to [issued, issued + count).
+One PlanBuilder makes one plan for one worker. A step in which every row decodes costs a few vector operations; rows
+are touched one by one only where they cross a block border, prefill, join, or blocks run out.
 """
 
 from __future__ import annotations
 
-from proto.messages import Join, NewBlocks, StepPlan, Task, int32
+import numpy as np
+
+from proto.messages import Copy, Int32, Int64, Join, NewBlocks, SchedulerToWorker, StepPlan, Task, int32
+from scheduler.admission import admit_waiting
+from scheduler.batch import Bools, Stay
+from scheduler.errors import SchedulerError
 from scheduler.events import Outgoing
-from scheduler.lifecycle import admit, preempt
-from scheduler.sequence import Row, Sequence
-from scheduler.state import Flight, Scheduled, SchedulerState, Worker
+from scheduler.lifecycle import preempt
+from scheduler.sequence import Sequence
+from scheduler.state import Flight, SchedulerState, Worker
+from scheduler.steady import Steady, find_steady, issue_steady
+
+NOTHING = int32()
+MAX_JOIN_TOKENS = 4_000_000  # known tokens that one plan may carry, so that its frame stays far below the limit
+MIN_CHUNK = 16  # no target makes a prefill chunk shorter
 
 
-def plan_all(state: SchedulerState, now: float) -> list[Outgoing[StepPlan]]:
+def plan_all(state: SchedulerState, now: float) -> list[Outgoing[SchedulerToWorker]]:
     """One plan for every worker with a free place in its window and something to do.
 
     Running rows are planned for all workers before any waiting sequence is admitted, so that admission sees
@@ -22,19 +32,9 @@ def plan_all(state: SchedulerState, now: float) -> list[Outgoing[StepPlan]]:
     builders = [PlanBuilder(state, worker, now) for worker in state.ready_workers if worker.open]
     for builder in builders:
         builder.extend_running()
-    _admit_waiting(state, builders)
+    admit_waiting(state, builders)
     plans = (builder.build() for builder in builders)
     return [plan for plan in plans if plan is not None]
-
-
-def _admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
-    """Strictly in order of rank: the first that fits no open worker stops admission, so none is passed for ever."""
-    while state.waiting:
-        head = state.waiting[0]
-        takers = [builder for builder in builders if builder.can_admit(head)]
-        if not takers:
-            return
-        min(takers, key=lambda builder: len(builder.worker.running)).admit(head)
 
 
 class PlanBuilder:
@@ -45,133 +45,248 @@ class PlanBuilder:
         self.worker = worker
         self.now = now
         self.budget = min(state.config.max_num_batched_tokens, worker.hello.max_step_tokens)
-        self.scheduled: list[Scheduled] = []
-        self.taken: set[int] = set()  # uids of scheduled sequences
-        self.joins: list[Row] = []
+        self.rows: list[Int64] = []  # parts of the plan's row column
+        self.counts: list[Int32] = []
+        self.taken = np.zeros(worker.max_rows, bool)
+        self.joins: list[Stay] = []
+        self.join_tokens = 0
+        self.copies: list[Copy] = []
+        self.steady: tuple[Int32, NewBlocks] | None = None  # starts and blocks of a plan in which all rows decode
         self.blocked = False
         self.preempted = False
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a waiting sequence could be admitted at all."""
+        if self.blocked or self.preempted or self.budget <= 0 or self.join_tokens > MAX_JOIN_TOKENS:
+            return False
+        return bool(self.worker.batch.free_rows)
+
     def extend_running(self) -> None:
         """Decodes first, for they cost one token each; then prefills share what is left of the budget."""
-        rows = list(self.worker.running)
-        for sequence in rows:
-            if sequence.remaining == 1:
-                self._extend(sequence)
-        for sequence in rows:
-            if sequence.uid not in self.taken and sequence.remaining > 0:
-                self._extend(sequence)
-
-    def can_admit(self, sequence: Sequence) -> bool:
-        """Hysteresis: all known tokens must fit, and one more block for each running row, or it would soon be
-        preempted again; a sequence alone needs no reserve."""
-        worker = self.worker
-        if self.blocked or self.preempted or self.budget == 0 or not worker.free_rows:
-            return False
-        if sequence.max_length > worker.capacity:
-            return False
-        return all(
-            pool.check_free(-(-len(sequence.tokens) // pool.block_size) + len(worker.running)) for pool in worker.pools
-        )
-
-    def admit(self, sequence: Sequence) -> None:
-        """Give the sequence a row and its first chunk."""
-        self.joins.append(admit(self.state, sequence, self.worker, self.now))
-        self._extend(sequence)
-
-    def build(self) -> Outgoing[StepPlan] | None:
-        """The plan, recorded as in flight; None when there is nothing to do or the window must empty first."""
-        worker = self.worker
-        leaves = worker.leaving
-        if self.blocked or not (self.scheduled or self.joins or leaves):
-            return None
-        plan = StepPlan(
-            leaves=int32([row.index for row in leaves]),
-            joins=tuple(self._join(row) for row in self.joins),
-            entries=(),
-            rows=int32([entry.row.index for entry in self.scheduled]),
-            starts=int32([entry.start for entry in self.scheduled]),
-            counts=int32([entry.count for entry in self.scheduled]),
-            blocks=tuple(self._new_blocks(group) for group in range(len(worker.pools))),
-        )
-        number = worker.next_number
-        self._record(number, leaves)
-        return Outgoing(worker.peer, worker.header(self.state.session, number), plan)
-
-    # --- parts ----------------------------------------------------------------------------------------------------
-
-    def _extend(self, sequence: Sequence) -> None:
-        """Schedule as many of the sequence's next positions as budget and blocks allow."""
-        if self.blocked or self.budget == 0 or sequence.row is None:
+        if self._extend_steady():
             return
-        wanted = min(sequence.remaining, self.budget, self.state.config.max_chunk)
-        while (count := self._make_room(sequence, wanted)) == 0:
+        pending = self.worker.batch.pending()
+        decodes = np.flatnonzero(pending == 1)
+        if len(decodes) > self.budget:
+            decodes = self._first_in_rank(decodes)[: self.budget]
+        if len(decodes):
+            self._extend_decodes(decodes)
+        prefills = np.flatnonzero((pending > 1) & self.worker.batch.active)  # some may just have been preempted
+        self._limit_chunks(len(decodes))
+        if len(prefills) and not self.blocked:
+            for row in self._first_in_rank(prefills).tolist():
+                if self.worker.batch.active[row]:
+                    self._extend(row)
+
+    def join(self, stay: Stay) -> None:
+        """A sequence was admitted to a row of this worker: give it its first chunk."""
+        self.joins.append(stay)
+        self.join_tokens += len(stay.sequence.tokens)
+        self._extend(stay.row)
+
+    def build(self) -> Outgoing[SchedulerToWorker] | None:
+        """The plan, recorded as in flight; None when there is nothing to do or the window must empty first."""
+        worker, batch = self.worker, self.worker.batch
+        leaves = worker.leaving
+        if self.steady is not None and worker.steady is not None:
+            return self._build_steady(worker.steady, *self.steady)
+        if self.blocked or not (self.rows or self.joins or leaves):
+            return None
+        rows = np.concatenate(self.rows) if self.rows else np.zeros(0, np.int64)
+        counts = np.concatenate(self.counts) if self.counts else int32()
+        starts = batch.issued[rows]
+        joins = tuple(self._join(stay) for stay in self.joins)
+        plan = StepPlan(
+            leaves=int32([stay.row for stay in leaves]),
+            joins=joins,
+            entries=tuple(self.copies),
+            rows=rows.astype(np.int32),
+            starts=starts,
+            counts=counts,
+            blocks=(self._new_blocks(rows),),
+        )
+        samples = self._note_issued(plan, rows)
+        outgoing = self._record(plan, samples, batch.stay[rows], batch.told[rows])
+        if len(rows) and samples.all() and len(rows) == worker.num_running and not self.joins:
+            worker.steady = find_steady(batch, rows, [f.link for f in self.state.frontends.values()])
+        return outgoing
+
+    # --- the steady step ------------------------------------------------------------------------------------------
+
+    def _extend_steady(self) -> bool:
+        """Schedule all rows at once, if the worker's last plan was like that and nothing has changed since."""
+        steady, batch = self.worker.steady, self.worker.batch
+        if steady is None or steady.until_limit < 2 or len(steady.rows) > self.budget:
+            return False
+        if self.state.waiting and batch.free_rows:
+            return False  # somebody may join this plan
+        self.steady = issue_steady(steady, batch, self.worker.pool)
+        if self.steady is None:
+            return False
+        self.budget = 0
+        return True
+
+    def _build_steady(self, steady: Steady, starts: Int32, new: NewBlocks) -> Outgoing[SchedulerToWorker]:
+        plan = StepPlan(
+            leaves=NOTHING,
+            joins=(),
+            entries=(),
+            rows=steady.column,
+            starts=starts,
+            counts=steady.ones,
+            blocks=(new,),
+        )
+        return self._record(plan, steady.samples, steady.stays, steady.told, steady)
+
+    # --- decodes, all at once -------------------------------------------------------------------------------------
+
+    def _extend_decodes(self, decodes: Int64) -> None:
+        batch, pool = self.worker.batch, self.worker.pool
+        crossing = decodes[batch.issued[decodes] >= batch.held[decodes] * pool.block_size]
+        if len(crossing):
+            ids = pool.allocate(len(crossing))
+            if ids is None:
+                self._extend_short(decodes, crossing)
+                return
+            batch.blocks[crossing, batch.held[crossing]] = ids
+            batch.held[crossing] += 1
+        self._schedule(decodes, np.ones(len(decodes), np.int32))
+
+    def _extend_short(self, decodes: Int64, crossing: Int64) -> None:
+        """Not enough blocks for all that need one: one by one by rank, so that the last in rank gives way."""
+        needs = set(crossing.tolist())
+        for row in self._first_in_rank(decodes).tolist():
+            if not self.worker.batch.active[row]:
+                continue  # preempted for one before it
+            if row in needs:
+                self._extend(row)
+            elif not self.blocked:
+                self._schedule(np.array([row]), np.ones(1, np.int32))
+
+    # --- one row --------------------------------------------------------------------------------------------------
+
+    def _extend(self, row: int) -> None:
+        """Schedule as many of the row's next positions as budget and blocks allow, if need be by preemption."""
+        if self.blocked or self.budget == 0:
+            return
+        batch = self.worker.batch
+        pending = int(batch.known[row] + batch.sampling[row] - batch.issued[row])
+        wanted = min(pending, self.budget, self.state.config.max_chunk)
+        while (count := self._make_room(row, wanted)) == 0:
             if self.worker.flights:
                 self.blocked = True  # blocks may come back with a result; if not, preemption needs a quiet worker
                 return
-            victim = self._victim(sequence)
+            victim = self._victim(row)
             if victim is None:
                 return
+            same = victim.row == row
             preempt(self.state, victim, self.worker, self.now)
             self.preempted = True
-            if victim is sequence:
+            if same:
                 return
-        row = sequence.row
-        start, end = sequence.issued, sequence.issued + count
-        samples = end == sequence.length and end < sequence.max_length
-        self.scheduled.append(Scheduled(row, start, count, samples, tuple(len(t) for t in row.tables)))
-        self.taken.add(sequence.uid)
-        self.budget -= count
+        self._schedule(np.array([row]), int32([count]))
 
-    def _make_room(self, sequence: Sequence, wanted: int) -> int:
+    def _make_room(self, row: int, wanted: int) -> int:
         """How many of the `wanted` next positions have blocks, after taking what is needed and free."""
-        row = sequence.row
-        if row is None:
-            return 0
-        count = wanted
-        for pool, table in zip(self.worker.pools, row.tables, strict=True):
-            needed = table.blocks_needed(sequence.issued + wanted)
-            ids = pool.allocate(min(needed, pool.num_free))
-            table.append(ids or ())
-            count = min(count, table.num_slots - sequence.issued)
-        return count
+        batch, pool = self.worker.batch, self.worker.pool
+        issued, held = int(batch.issued[row]), int(batch.held[row])
+        needed = min(-(-(issued + wanted) // pool.block_size) - held, pool.num_free)
+        if needed > 0:
+            batch.give(row, pool.allocate(needed) or [])
+        return min(wanted, int(batch.held[row]) * pool.block_size - issued)
 
-    def _victim(self, sequence: Sequence) -> Sequence | None:
-        """The last in rank that this plan does not compute yet; None when `sequence` can rather wait a step."""
-        for other in reversed(self.worker.running):
-            if other.uid not in self.taken:
-                return None if other is sequence and self.scheduled else other
-        return None
+    def _victim(self, row: int) -> Sequence | None:
+        """The last in rank that this plan does not compute; None when the row can rather wait a step."""
+        batch = self.worker.batch
+        others = self._first_in_rank(np.flatnonzero(batch.active & ~self.taken))
+        victim = int(others[-1])
+        if victim == row and self.taken.any():
+            return None
+        return self._stay(victim).sequence
 
-    def _join(self, row: Row) -> Join:
-        sequence = row.sequence
+    # --- parts ----------------------------------------------------------------------------------------------------
+
+    def _schedule(self, rows: Int64, counts: Int32) -> None:
+        self.rows.append(rows)
+        self.counts.append(counts)
+        self.taken[rows] = True
+        self.budget -= int(counts.sum())
+
+    def _limit_chunks(self, num_decodes: int) -> None:
+        """Leave prefill only so much budget that the decodes of this step meet the target."""
+        target = self.state.config.itl_target
+        if target is None or not num_decodes:
+            return
+        total = self.worker.step_time.tokens_within(target)
+        if total is None:
+            total = 2 * num_decodes  # a careful step tells more
+        self.budget = min(self.budget, max(MIN_CHUNK, total - num_decodes))
+
+    def _first_in_rank(self, rows: Int64) -> Int64:
+        """The rows sorted by rank of their sequences."""
+        return np.array(sorted(rows.tolist(), key=lambda row: self._stay(row).sequence.rank), np.int64)
+
+    def _stay(self, row: int) -> Stay:
+        stay = self.worker.batch.stays[row]
+        if stay is None:
+            raise SchedulerError(f"row {row} of {self.worker.peer} holds no sequence")
+        return stay
+
+    def _join(self, stay: Stay) -> Join:
+        sequence, batch = stay.sequence, self.worker.batch
         return Join(
-            row=row.index,
+            row=stay.row,
             sequence=sequence.uid,
             task=Task.GENERATE,
-            tokens=sequence.token_ids(),
+            tokens=sequence.tokens,
             num_prompt=sequence.num_prompt,
-            computed=0,
+            computed=int(batch.issued[stay.row]),
             max_length=sequence.max_length,
             seed=sequence.seed,
             params=sequence.params,
             logprobs_from=sequence.logprobs_base + len(sequence.logprobs),
-            blocks=tuple(int32() for _ in row.tables),
+            blocks=(batch.blocks[stay.row, : batch.told[stay.row]],),
         )
 
-    def _new_blocks(self, group: int) -> NewBlocks:
-        fresh = [entry.row.tables[group].ids[entry.row.sent[group] :] for entry in self.scheduled]
-        return NewBlocks(
-            counts=int32([len(ids) for ids in fresh]), ids=int32([block for ids in fresh for block in ids])
-        )
+    def _new_blocks(self, rows: Int64) -> NewBlocks:
+        batch = self.worker.batch
+        counts = batch.held[rows] - batch.told[rows]
+        total = int(counts.sum())
+        owners = np.repeat(rows, counts)
+        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        return NewBlocks(counts=counts, ids=batch.blocks[owners, batch.told[owners] + within])
 
-    def _record(self, number: int, leaves: list[Row]) -> None:
+    def _note_issued(self, plan: StepPlan, rows: Int64) -> Bools:
+        """The rows' columns after the plan is sent; returns which of them it samples."""
+        batch = self.worker.batch
+        batch.issued[rows] += plan.counts
+        length = batch.known[rows] + batch.sampling[rows]
+        samples: Bools = (batch.issued[rows] == length) & (length < batch.limit[rows])
+        batch.sampling[rows] += samples
+        batch.told[rows] = batch.held[rows]
+        return samples
+
+    def _record(
+        self, plan: StepPlan, samples: Bools, stays: Int64, told: Int32, steady: Steady | None = None
+    ) -> Outgoing[SchedulerToWorker]:
+        """The plan is in flight from now on."""
         worker = self.worker
-        for entry in self.scheduled:
-            sequence = entry.row.sequence
-            sequence.issued += entry.count
-            sequence.sampling += entry.samples
-            entry.row.sent[:] = entry.sent
-        worker.flights.append(Flight(number, self.now, self.scheduled, leaves))
+        number = worker.next_number
+        flight = Flight(
+            number=number,
+            issued_at=self.now,
+            rows=plan.rows,
+            starts=plan.starts,
+            counts=plan.counts,
+            samples=samples,
+            stays=stays,
+            told=told,
+            leaves=worker.leaving,
+            steady=steady,
+        )
+        worker.flights.append(flight)
         worker.leaving = []
         worker.next_number += 1
         self.state.totals.plans += 1
+        return Outgoing(worker.peer, worker.header(self.state.session, number), plan)

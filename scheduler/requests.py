@@ -21,6 +21,7 @@ from proto.messages import (
     Welcome,
     int64,
 )
+from scheduler.delivery import cursor, move_cursor
 from scheduler.events import FromFrontend, Outgoing
 from scheduler.lifecycle import create, end, forget, mark_dirty
 from scheduler.sequence import Sequence, Status
@@ -92,6 +93,9 @@ def _welcome(state: SchedulerState, peer: str, now: float) -> Outgoing[Scheduler
     if frontend is None:
         frontend = state.frontends[peer] = Frontend(peer, state.last_link, now)
     frontend.link, frontend.last_seen, frontend.next_number = state.last_link, now, 1
+    for worker in state.workers.values():
+        worker.steady = None
+    frontend.pieces, frontend.dirty = [], {}  # the Adds that follow say where each sequence goes on
     state.told_ready = None  # tell the newcomer at once
     header = Header(session=state.session, link=frontend.link)
     return Outgoing(peer, header, Welcome(heartbeat_timeout=state.config.frontend_timeout))
@@ -104,11 +108,11 @@ def _add(state: SchedulerState, frontend: Frontend, add: Add, now: float) -> Rep
         if sequence is None:
             fresh.append(start)
         else:
-            _attach(state, sequence, start)
+            _attach(state, frontend, sequence, start)
     if not fresh:
         return []
     resumed = len(fresh) < len(add.sequences) or any(
-        len(start.output_ids) or start.delivered > len(add.prompt_ids) for start in fresh
+        len(start.output_ids) or start.delivered > len(add.prompt_ids) or add.age > 0 for start in fresh
     )
     refusal = _refusal(state, add, len(fresh), resumed)
     if refusal is not None:
@@ -119,16 +123,25 @@ def _add(state: SchedulerState, frontend: Frontend, add: Add, now: float) -> Rep
             request_id=add.request_id, sequences=handles, code=code, message=message, retry_after=retry_after
         )
         return [Outgoing(frontend.peer, Header(session=state.session, link=frontend.link), refused)]
+    first = None
     for start in fresh:
         state.last_uid += 1
-        sequence = Sequence.create(frontend.peer, add, start, state.last_uid, now)
+        sequence = Sequence.create(frontend.peer, frontend.link, add, start, state.last_uid, now)
+        sequence.source = state.sequences.get((frontend.peer, start.parent)) if start.parent else first
+        first = first or sequence
         create(state, sequence, "resubmitted" if resumed else "added", now)
     return []
 
 
-def _attach(state: SchedulerState, sequence: Sequence, start: SequenceStart) -> None:
+def _attach(state: SchedulerState, frontend: Frontend, sequence: Sequence, start: SequenceStart) -> None:
     """The frontend has everything below `delivered`: go on from there."""
-    sequence.sent = min(start.delivered, len(sequence.tokens))
+    _, known = cursor(state, sequence)
+    move_cursor(state, sequence, min(start.delivered, len(known)))
+    sequence.link = frontend.link
+    if sequence.row >= 0:
+        worker = state.workers[sequence.worker]
+        worker.batch.link[sequence.row] = frontend.link
+        worker.steady = None
     sequence.end_sent = False
     mark_dirty(state, sequence)
 
@@ -147,8 +160,6 @@ def _refusal(
         return None
     if state.draining:
         return RefusalCode.UNAVAILABLE, "the engine is shutting down", None
-    if state.no_worker_since is not None and state.told_ready is None:
-        return RefusalCode.UNAVAILABLE, "no worker has joined yet", MIN_RETRY_AFTER
     return _overload(state, add, count)
 
 
@@ -194,7 +205,8 @@ def _finish(state: SchedulerState, frontend: Frontend, message: Finish, now: flo
     sequence = state.sequences.get((frontend.peer, message.sequence))
     if sequence is None or sequence.status is Status.ENDED:
         return
-    length = max(sequence.num_prompt, min(message.length, len(sequence.tokens)))
+    _, known = cursor(state, sequence)
+    length = max(sequence.num_prompt, min(message.length, len(known)))
     end(state, sequence, message.reason, now, cause="finished by the frontend", length=length)
 
 

@@ -1,14 +1,20 @@
-"""Applies a worker's result to the membership that was recorded with its own plan, never to the current one."""
+"""Applies a worker's result to the membership that was recorded with its own plan, never to the current one.
+
+Rows that simply went on are applied as columns; one by one only those that stopped, are over, or report more.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import numpy as np
 
-from proto.messages import FinishReason, Freed, Header, Logprobs, StepResult
+from proto.messages import FinishReason, Freed, Header, Int32, Logprobs, StepResult
+from scheduler.batch import Bools, Stay
 from scheduler.errors import LedgerError
-from scheduler.lifecycle import end, mark_dirty
-from scheduler.sequence import LogprobEntry, Status
-from scheduler.state import Flight, Scheduled, SchedulerState, Worker
+from scheduler.lifecycle import end, mark_dirty, register_blocks
+from scheduler.queue import OUTPUT_WEIGHT, PROMPT_WEIGHT
+from scheduler.sequence import LogprobEntry
+from scheduler.state import Flight, SchedulerState, Worker
+from scheduler.steady import Piece, Steady, apply_steady, is_steady
 
 RATE_SMOOTHING = 0.1  # weight of the newest plan in tokens_per_second
 
@@ -19,162 +25,196 @@ def apply_result(state: SchedulerState, worker: Worker, header: Header, result: 
     if flight is None or header.number != flight.number:
         expected = flight.number if flight else "none"
         raise LedgerError(f"result of plan {header.number} arrived, expected {expected}")
-    _check_shape(flight, result, len(worker.pools))
-    _check_freed(flight, result)
+    if flight.steady is not None and flight.steady is worker.steady and is_steady(flight.steady, result):
+        worker.flights.popleft()
+        _apply_steady(state, worker, flight.steady, result)
+        _measure(state, worker, flight, result)
+        return
+    if not np.array_equal(result.rows, flight.rows):
+        raise LedgerError(f"plan {flight.number} had rows {flight.rows.tolist()}, its result {result.rows.tolist()}")
+    stopping = (result.reasons != FinishReason.NONE) | (result.finite == 0)
+    current = worker.batch.stay[flight.rows] == flight.stays
+    _check_rows(worker, flight, result, stopping, current)
+    _check_freed(worker, flight, result, stopping, current)
     worker.flights.popleft()
-    logprobs = _logprobs_by_row(result.logprobs)
-    tokens, at = result.tokens.tolist(), 0
-    outcome = zip(flight.rows, result.counts.tolist(), result.reasons.tolist(), result.finite.tolist(), strict=True)
-    for index, (entry, count, reason, finite) in enumerate(outcome):
-        new = tokens[at : at + count]
-        at += count
-        _apply_row(state, entry, new, FinishReason(reason), bool(finite), logprobs.get(index, []), now)
-    _measure(state, result, len(tokens))
+    _advance_columns(state, worker, flight, result, current)
+    _add_logprobs(worker, flight, result.logprobs, current)
+    _deliver(state, worker, flight, current)
+    for index in np.flatnonzero(stopping & current).tolist():
+        _end_row(state, worker, flight, result, index, now)
+    for stay in flight.leaves:
+        del worker.departed[stay.number]
+    _measure(state, worker, flight, result)
 
 
-def _apply_row(
-    state: SchedulerState,
-    entry: Scheduled,
-    new: list[int],
-    reason: FinishReason,
-    finite: bool,
-    logprobs: list[LogprobEntry],
-    now: float,
-) -> None:
-    row, sequence = entry.row, entry.row.sequence
-    if row.released or sequence.row is not row or sequence.status is not Status.RUNNING:
-        return  # ended or aborted meanwhile: its tombstone needed only the freed report
-    sequence.retired = entry.start + entry.count
-    sequence.sampling -= entry.samples
-    sequence.tokens += new
-    sequence.logprobs += logprobs
-    state.totals.prompt_tokens += _prompt_share(entry, sequence.num_prompt)
-    state.totals.generation_tokens += len(new)
-    mark_dirty(state, sequence)
-    if not finite:
+# --- applying -----------------------------------------------------------------------------------------------------
+
+
+def _apply_steady(state: SchedulerState, worker: Worker, steady: Steady, result: StepResult) -> None:
+    frontends = {frontend.link: frontend for frontend in state.frontends.values()}
+    for link, piece in apply_steady(steady, worker.batch, result.tokens):
+        frontends[link].pieces.append(piece)
+    state.totals.generation_tokens += len(result.tokens)
+    state.tenants.charge(worker.batch.tenant[steady.rows], OUTPUT_WEIGHT, 1)
+
+
+def _advance_columns(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, current: Bools) -> None:
+    """Positions, samples and tokens of all rows whose sequence still has its row."""
+    batch = worker.batch
+    rows = flight.rows[current]
+    retired = flight.starts[current] + flight.counts[current]
+    batch.retired[rows] = retired
+    batch.sampling[rows] -= flight.samples[current]
+    owners = np.repeat(np.arange(len(flight.rows)), result.counts)
+    fresh = current[owners]
+    sampled = flight.rows[owners[fresh]]
+    batch.tokens[sampled, batch.known[sampled]] = result.tokens[fresh]
+    batch.known[sampled] += 1
+    prompt = np.maximum(0, np.minimum(retired, batch.num_prompt[rows]) - flight.starts[current])
+    state.totals.prompt_tokens += int(prompt.sum())
+    state.totals.generation_tokens += len(sampled)
+    state.tenants.charge(batch.tenant[rows], PROMPT_WEIGHT, prompt)
+    state.tenants.charge(batch.tenant[sampled], OUTPUT_WEIGHT, 1)
+    filled = rows[(flight.starts[current] < batch.num_prompt[rows]) & (result.finite[current] != 0)]
+    for row in filled.tolist():
+        stay = batch.stays[row]
+        if stay is not None:
+            register_blocks(state, worker, stay, min(int(batch.retired[row]), int(batch.num_prompt[row])))
+
+
+def _deliver(state: SchedulerState, worker: Worker, flight: Flight, current: Bools) -> None:
+    """Plain rows with one new token go out as columns; anything else makes its sequence dirty."""
+    batch = worker.batch
+    rows = flight.rows[current]
+    behind = batch.known[rows] - batch.sent[rows]
+    plain = rows[batch.plain[rows] & (behind == 1)]
+    for row in rows[~batch.plain[rows] | (behind > 1)].tolist():
+        stay = batch.stays[row]
+        if stay is not None:
+            mark_dirty(state, stay.sequence)
+    for frontend in state.frontends.values():
+        mine = plain[batch.link[plain] == frontend.link]
+        if len(mine):
+            firsts = batch.sent[mine]
+            piece = Piece(batch.handle[mine], firsts, batch.version[mine], batch.tokens[mine, firsts])
+            frontend.pieces.append(piece)
+            batch.sent[mine] += 1
+
+
+def _end_row(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, index: int, now: float) -> None:
+    row = int(flight.rows[index])
+    stay = worker.stay_of(int(flight.stays[index]), row)
+    sequence, reason = stay.sequence, FinishReason(int(result.reasons[index]))
+    if reason is FinishReason.NOT_FINITE:
+        worker.batch.registered[row] = worker.batch.limit[row]  # its blocks do not enter the prefix index
+        worker.pool.unregister(worker.batch.block_ids(row))
         message = "the model's logits for this sequence held NaN or infinity"
-        end(state, sequence, FinishReason.NOT_FINITE, now, cause="not finite", message=message)
-    elif reason is not FinishReason.NONE:
-        stop_id = new[-1] if reason is FinishReason.STOP else -1
-        end(state, sequence, reason, now, cause=f"worker stop: {reason.name.lower()}", stop_id=stop_id)
+        end(state, sequence, reason, now, cause="not finite", message=message)
+        return
+    stop_id = int(worker.batch.known_tokens(row)[-1]) if reason is FinishReason.STOP else -1
+    end(state, sequence, reason, now, cause=f"worker stop: {reason.name.lower()}", stop_id=stop_id)
 
 
-def _prompt_share(entry: Scheduled, num_prompt: int) -> int:
-    """Prompt positions among those that this plan computed."""
-    return max(0, min(entry.start + entry.count, num_prompt) - entry.start)
-
-
-# --- the checks that come before anything is applied --------------------------------------------------------------
-
-
-def _check_shape(flight: Flight, result: StepResult, num_groups: int) -> None:
-    rows = [entry.row.index for entry in flight.rows]
-    if result.rows.tolist() != rows:
-        raise LedgerError(f"plan {flight.number} had rows {rows}, its result {result.rows.tolist()}")
-    if len(result.freed) != num_groups:
-        raise LedgerError(f"result of plan {flight.number} reports {len(result.freed)} KV groups, not {num_groups}")
-    ended = zip(flight.rows, result.counts.tolist(), result.reasons.tolist(), result.finite.tolist(), strict=True)
-    at = 0
-    for entry, count, reason, finite in ended:
-        problem = _row_problem(entry, count, reason, finite, result.tokens[at : at + count].tolist())
-        at += count
-        if problem:
-            raise LedgerError(f"result of plan {flight.number}, row {entry.row.index}: {problem}")
-
-
-def _row_problem(entry: Scheduled, count: int, reason: int, finite: int, tokens: list[int]) -> str | None:
-    """What is wrong with one row's outcome, or None."""
-    sequence = entry.row.sequence
-    if entry.row.stopped:
-        return "tokens or an end after it stopped" if count or reason else None
-    if not finite:
-        return None if count == 0 and reason == FinishReason.NOT_FINITE else "not finite, yet it goes on"
-    if count != int(entry.samples):
-        return f"{count} tokens, expected {int(entry.samples)}"
-    if reason not in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH):
-        return f"finish reason {reason} is not a worker's to give"
-    complete = (entry.start + entry.count + 1 if count else entry.start + entry.count) >= sequence.max_length
-    if (reason == FinishReason.LENGTH) != complete and reason != FinishReason.STOP:
-        return f"length {'reached' if complete else 'not reached'}, yet its reason is {reason}"
-    if reason == FinishReason.STOP:
-        params = sequence.params
-        if not tokens or tokens[-1] not in params.eos_ids + params.stop_ids:
-            return f"stopped at {tokens}, which is no stop of it"
-    return None
-
-
-def _check_freed(flight: Flight, result: StepResult) -> None:
-    """Compare the freed-block report of every group with the tables, then note what was reported."""
-    stopped = {
-        entry.row.index: entry
-        for entry, reason in zip(flight.rows, result.reasons.tolist(), strict=True)
-        if reason != FinishReason.NONE
-    }
-    for group, freed in enumerate(result.freed):
-        expected = dict(_expected_freed(flight, stopped, group))
-        reported = dict(_reported(freed))
-        if expected != reported:
-            raise LedgerError(f"plan {flight.number} freed {reported} in group {group}, expected {expected}")
-    for entry in flight.rows:
-        if entry.row.index in stopped or entry.row.stopped:
-            entry.row.stopped = True
-            entry.row.reported[:] = entry.sent
-
-
-def _expected_freed(flight: Flight, stopped: dict[int, Scheduled], group: int) -> Iterator[tuple[int, list[int]]]:
-    """(row, blocks) of every row that must give blocks back with this plan.
-
-    A row that leaves by this plan does so before another one joins under its number, so both may report: their
-    blocks are then reported one after the other, and compared so.
-    """
-    left: dict[int, list[int]] = {}
-    for row in flight.leaves:
-        if not row.stopped and row.sent[group]:
-            left[row.index] = row.tables[group].ids[: row.sent[group]]
-    for entry in flight.rows:
-        row = entry.row
-        if row.index in stopped or row.stopped:
-            ids = row.tables[group].ids[row.reported[group] : entry.sent[group]]
-            if ids:
-                left[row.index] = left.get(row.index, []) + ids
-    yield from left.items()
-
-
-def _reported(freed: Freed) -> Iterator[tuple[int, list[int]]]:
-    ids, at = freed.ids.tolist(), 0
-    rows: dict[int, list[int]] = {}
-    for row, count in zip(freed.rows.tolist(), freed.counts.tolist(), strict=True):
-        if count:
-            rows[row] = rows.get(row, []) + ids[at : at + count]
-        at += count
-    yield from rows.items()
-
-
-# --- small helpers ------------------------------------------------------------------------------------------------
-
-
-def _logprobs_by_row(columns: Logprobs | None) -> dict[int, list[LogprobEntry]]:
+def _add_logprobs(worker: Worker, flight: Flight, columns: Logprobs | None, current: Bools) -> None:
     if columns is None:
-        return {}
-    entries: dict[int, list[LogprobEntry]] = {}
+        return
     top_ids, top_values, at = columns.top_ids.tolist(), columns.top_values.tolist(), 0
-    numbers: Iterator[tuple[int, float, int, int]] = zip(
+    numbers = zip(
         columns.rows.tolist(),
         columns.values.tolist(),
         columns.ranks.tolist(),
         columns.top_counts.tolist(),
         strict=True,
     )
-    for row, value, rank, count in numbers:
-        entry = LogprobEntry(
-            value=value, rank=rank, top_ids=top_ids[at : at + count], top_values=top_values[at : at + count]
-        )
-        entries.setdefault(row, []).append(entry)
-        at += count
-    return entries
+    for index, value, rank, count in numbers:
+        last = at + count
+        stay = worker.batch.stays[int(flight.rows[index])] if current[index] else None
+        if stay is not None:
+            entry = LogprobEntry(value=value, rank=rank, top_ids=top_ids[at:last], top_values=top_values[at:last])
+            stay.sequence.logprobs.append(entry)
+        at = last
 
 
-def _measure(state: SchedulerState, result: StepResult, tokens: int) -> None:
-    if result.seconds > 0:
-        rate = tokens / result.seconds
+def _measure(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult) -> None:
+    if result.seconds > 0 and len(flight.rows):
+        worker.step_time.observe(int(flight.counts.sum()), result.seconds)
+        rate = len(result.tokens) / result.seconds
         state.tokens_per_second += RATE_SMOOTHING * (rate - state.tokens_per_second)
+
+
+# --- the checks that come before anything is applied --------------------------------------------------------------
+
+
+def _check_rows(worker: Worker, flight: Flight, result: StepResult, stopping: Bools, current: Bools) -> None:
+    """Every row sampled what its plan said, and ended only where it may."""
+    expected = flight.samples & (result.finite != 0)
+    wrong = (result.counts != expected) | stopping
+    ends = flight.starts + flight.counts + result.counts
+    limits = np.where(current, worker.batch.limit[flight.rows], np.iinfo(np.int32).max)
+    wrong |= ends >= limits
+    offsets = np.cumsum(result.counts) - result.counts
+    for index in np.flatnonzero(wrong).tolist():
+        at, count = int(offsets[index]), int(result.counts[index])
+        problem = _row_problem(worker, flight, result, index, result.tokens[at : at + count])
+        if problem:
+            raise LedgerError(f"result of plan {flight.number}, row {flight.rows[index]}: {problem}")
+
+
+def _row_problem(worker: Worker, flight: Flight, result: StepResult, index: int, tokens: Int32) -> str | None:
+    """What is wrong with one row's outcome, or None."""
+    stay = worker.stay_of(int(flight.stays[index]), int(flight.rows[index]))
+    reason, count = int(result.reasons[index]), len(tokens)
+    if stay.stopped:
+        return "tokens or an end after it stopped" if count or reason else None
+    if not result.finite[index]:
+        return None if count == 0 and reason == FinishReason.NOT_FINITE else "not finite, yet it goes on"
+    if count != int(flight.samples[index]):
+        return f"{count} tokens, expected {int(flight.samples[index])}"
+    if reason not in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH):
+        return f"finish reason {reason} is not a worker's to give"
+    if reason == FinishReason.STOP:
+        params = stay.sequence.params
+        return None if count and tokens[-1] in params.eos_ids + params.stop_ids else f"{tokens} is no stop of it"
+    complete = int(flight.starts[index] + flight.counts[index]) + count >= stay.sequence.max_length
+    if (reason == FinishReason.LENGTH) != complete:
+        return f"its length is {'' if complete else 'not '}reached, yet its reason is {reason}"
+    return None
+
+
+def _check_freed(worker: Worker, flight: Flight, result: StepResult, stopping: Bools, current: Bools) -> None:
+    """Compare the freed-block report with the tables, then note what was reported.
+
+    A row gives back all that it has when it stops or leaves, and what it gets after it stopped. One that leaves by
+    this plan does so before another one joins under its number: both reports are then compared as one.
+    """
+    if len(result.freed) != 1:
+        raise LedgerError(f"result of plan {flight.number} reports {len(result.freed)} KV groups, not 1")
+    over: list[tuple[Stay, int]] = []
+    for index in np.flatnonzero(stopping | ~current).tolist():
+        stay = worker.stay_of(int(flight.stays[index]), int(flight.rows[index]))
+        if stay.stopped or stopping[index]:
+            over.append((stay, int(flight.told[index])))
+    expected: dict[int, list[int]] = {}
+    for stay in flight.leaves:
+        if not stay.stopped:
+            expected[stay.row] = stay.ids[: stay.told]
+    for stay, told in over:
+        ids = stay.ids or worker.batch.block_ids(stay.row)
+        expected[stay.row] = expected.get(stay.row, []) + ids[stay.reported : told]
+    expected = {row: ids for row, ids in expected.items() if ids}
+    reported = _reported(result.freed[0])
+    if expected != reported:
+        raise LedgerError(f"plan {flight.number} freed {reported}, expected {expected}")
+    for stay, told in over:
+        stay.stopped = True
+        stay.reported = told
+
+
+def _reported(freed: Freed) -> dict[int, list[int]]:
+    ids, at = freed.ids.tolist(), 0
+    rows: dict[int, list[int]] = {}
+    for row, count in zip(freed.rows.tolist(), freed.counts.tolist(), strict=True):
+        if count:
+            rows[row] = rows.get(row, []) + ids[at : at + count]
+        at += count
+    return rows

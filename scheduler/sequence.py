@@ -1,4 +1,4 @@
-"""A sequence, the place it has in a worker's batch, and the lifecycle it follows."""
+"""A sequence and the lifecycle that it follows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvpool.table import BlockTable
-from proto.messages import Add, End, Int32, SamplingParams, SequenceStart, int32
+import numpy as np
+
+from kvpool.prefix import extend_digests, root_digest
+from proto.messages import Add, End, Int32, SamplingParams, SequenceStart
 from scheduler.errors import SchedulerError
 
 STORY_LENGTH = 32
@@ -43,36 +45,16 @@ class LogprobEntry:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
-    """A sequence's stay in a worker's batch, from Join to Leave.
-
-    Of a table's ids, [0, sent) are known to the worker and [sent, n) go out with the next plan. stopped: the
-    worker ended the row itself; reported: blocks that it gave back so far, for each group. released: the
-    scheduler has given the blocks back to the pool (the ids stay, to check the worker's report).
-    """
-
-    index: int
-    sequence: Sequence
-    tables: list[BlockTable]
-    sent: list[int]
-    reported: list[int]
-    stopped: bool = False
-    released: bool = False
-
-
-@dataclass(slots=True, eq=False)
 class Sequence:
     """One continuation of one request.
 
-    The integers that matter (positions are 0-based, prompt first):
-      len(tokens)   known tokens: prompt, then outputs whose results were applied
-      sampling      samples issued and not yet applied: the worker may know so many tokens more
-      issued        positions [0, issued) are covered by plans that were sent; governs allocation
-      retired       positions [0, retired) are covered by results that were applied
-      sent          the frontend's cursor: tokens at [sent, ...) are still to be sent
+    tokens: known ids, prompt first, int32. sent: the frontend's cursor. While the sequence runs, its row's columns
+    (scheduler/batch.py) are ahead of both; they are written back when it leaves the row.
+    source: the sequence whose KV this one adopts while that one runs: the first sibling, or the parent of a fork.
     """
 
     peer: str
+    link: int
     handle: int
     uid: int
     request_id: str
@@ -82,32 +64,36 @@ class Sequence:
     seed: int
     priority: int
     tenant: str
+    cache_salt: str
     arrival: float
-    order: int  # of arrival, unique
     deadline_at: float | None
-    tokens: list[int]
+    tokens: Int32
     sent: int
-    logprobs: list[LogprobEntry] = field(default_factory=list)
-    logprobs_base: int = 0
-    status: Status = Status.NEW
-    row: Row | None = None
-    worker: str = ""
-    sampling: int = 0
-    issued: int = 0
-    retired: int = 0
+    logprobs_base: int
+    lone_deaths: int
+    source: Sequence | None = None
+    tenant_index: int = 0
     weights_version: int = 0
-    lone_deaths: int = 0
+    logprobs: list[LogprobEntry] = field(default_factory=list)
+    status: Status = Status.NEW
+    row: int = -1
+    worker: str = ""
+    bypassed: int = 0  # sequences that were admitted while this one did not fit
+    cached: int = 0  # prompt tokens that were not computed
+    held_since: float | None = None  # since when it waits for a block that another row computes
     end: End | None = None
     end_sent: bool = False
+    digests: list[bytes] = field(default_factory=list)
     story: deque[tuple[float, str, str]] = field(default_factory=lambda: deque(maxlen=STORY_LENGTH))
 
     @classmethod
-    def create(cls, peer: str, add: Add, start: SequenceStart, uid: int, now: float) -> Sequence:
+    def create(cls, peer: str, link: int, add: Add, start: SequenceStart, uid: int, now: float) -> Sequence:
         """The state of a sequence that an Add names, before its first transition."""
         num_prompt = len(add.prompt_ids)
         base = 1 if add.params.prompt_logprobs >= 0 else num_prompt
         return cls(
             peer=peer,
+            link=link,
             handle=start.sequence,
             uid=uid,
             request_id=add.request_id,
@@ -117,10 +103,10 @@ class Sequence:
             seed=start.seed,
             priority=add.priority,
             tenant=add.tenant,
+            cache_salt=add.cache_salt,
             arrival=now - add.age,
-            order=uid,
             deadline_at=None if add.deadline is None else now + add.deadline,
-            tokens=add.prompt_ids.tolist() + start.output_ids.tolist(),
+            tokens=np.concatenate([add.prompt_ids, start.output_ids]),
             sent=start.delivered,
             logprobs_base=max(base, start.delivered),
             lone_deaths=add.deaths,
@@ -133,20 +119,8 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Sort key: lower is served first and preempted last."""
-        return (self.priority, self.order)
-
-    @property
-    def length(self) -> int:
-        """Tokens that the worker may know by now: an upper bound that governs what is issued."""
-        return len(self.tokens) + self.sampling
-
-    @property
-    def remaining(self) -> int:
-        """Positions that can be computed now; 0 when the sample that completes max_length is already issued."""
-        if self.sampling and self.length >= self.max_length:
-            return 0
-        return self.length - self.issued
+        """Sort key: lower is preempted last. Arrival decides within a priority."""
+        return (self.priority, self.uid)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -154,17 +128,23 @@ class Sequence:
         return self.params.logprobs >= 0 or self.params.prompt_logprobs >= 0
 
     @property
-    def visible(self) -> int:
-        """Tokens that may be sent: all known ones, but no prompt token before its log-probability stands."""
+    def reads_cache(self) -> bool:
+        """Whether it may skip positions whose KV exists: not when their log-probabilities are wanted."""
+        return self.params.prompt_logprobs < 0
+
+    def visible(self, known: int) -> int:
+        """Of `known` tokens, those that may be sent: no prompt token before its log-probability stands."""
         if self.params.prompt_logprobs >= 0:
             reported = self.logprobs_base + len(self.logprobs)
             if reported < self.num_prompt:
                 return max(reported, self.sent)
-        return len(self.tokens)
+        return known
 
-    def token_ids(self) -> Int32:
-        """All known tokens as a column."""
-        return int32(self.tokens)
+    def prefix_digests(self, tokens: Int32, block_size: int, weights_version: int) -> list[bytes]:
+        """Digests of all full blocks of `tokens`, which must begin with what was digested before."""
+        root = b"" if self.digests else root_digest(weights_version, "", f"{self.tenant}\0{self.cache_salt}")
+        extend_digests(self.digests, root, tokens, block_size)
+        return self.digests
 
     def move(self, status: Status, cause: str, now: float) -> None:
         """The only way to change the status. Raises SchedulerError when the lifecycle does not allow it."""
@@ -176,7 +156,4 @@ class Sequence:
     def tell(self) -> str:
         """The last transitions with their causes, for logs and errors."""
         steps = "; ".join(f"{when:.3f} {status} ({cause})" for when, status, cause in self.story)
-        return (
-            f"sequence {self.uid} of request {self.request_id!r} [{self.num_prompt} prompt, {len(self.tokens)} known, "
-            f"{self.issued} issued, {self.retired} retired]: {steps}"
-        )
+        return f"sequence {self.uid} of request {self.request_id!r} [{self.num_prompt} prompt tokens]: {steps}"

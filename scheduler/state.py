@@ -5,42 +5,43 @@ Only ``advance`` changes it; the properties and queries here never do.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
+import numpy as np
+
 from kvpool.pool import BlockPool
 from kvpool.table import BlockTable
-from proto.messages import Header, WorkerHello
+from proto.messages import Header, Int32, Int64, WorkerHello
+from scheduler.batch import Bools, RowBatch, Stay
 from scheduler.config import SchedulerConfig
 from scheduler.errors import SchedulerError
-from scheduler.sequence import Row, Sequence, Status
-
-
-@dataclass(frozen=True, slots=True)
-class Scheduled:
-    """What one plan computes for one row: positions [start, start + count), then a sample or not.
-
-    sent: blocks of the row that the worker knew with this plan, for each group.
-    """
-
-    row: Row
-    start: int
-    count: int
-    samples: bool
-    sent: tuple[int, ...]
+from scheduler.queue import Tenants, WaitingQueue
+from scheduler.sequence import Sequence, Status
+from scheduler.steady import Piece, Steady
+from scheduler.steptime import StepTime
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A plan on its way: the membership against which its result will be applied."""
+    """A plan on its way: the membership against which its result will be applied.
+
+    rows[R], starts[R], counts[R] as in the plan; samples[R]; stays[R]: which Stay had the row; told[R]: blocks of
+    the row that the worker knew with this plan. leaves: stays that left by it.
+    """
 
     number: int
     issued_at: float
-    rows: list[Scheduled]
-    leaves: list[Row]
+    rows: Int32
+    starts: Int32
+    counts: Int32
+    samples: Bools
+    stays: Int64
+    told: Int32
+    leaves: list[Stay]
+    steady: Steady | None = None
 
 
 class Link(Enum):
@@ -52,86 +53,104 @@ class Link(Enum):
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One worker: its pools, its batch and the plans in flight, all of one epoch."""
+    """One worker: its pool, its batch and the plans in flight, all of one epoch.
+
+    leaving: stays whose Leave goes out with the next plan. departed: stays that are over, by number, until no plan
+    in flight holds them. computing: digests of prompt blocks that a running row is about to fill.
+    """
 
     peer: str
     hello: WorkerHello
     link: int
-    epoch: int
     last_seen: float
     max_rows: int
     window: int
+    pool: BlockPool
+    batch: RowBatch
+    epoch: int = 0
+    weights_version: int = 1
     standing: Link = Link.JOINING
-    pools: list[BlockPool] = field(default_factory=list)
-    running: list[Sequence] = field(default_factory=list)  # sorted by rank
-    free_rows: list[int] = field(default_factory=list)
-    leaving: list[Row] = field(default_factory=list)  # whose Leave goes out with the next plan
+    leaving: list[Stay] = field(default_factory=list)
+    departed: dict[int, Stay] = field(default_factory=dict)
+    computing: dict[bytes, int] = field(default_factory=dict)
+    steady: Steady | None = None  # while every row decodes and the membership does not change
     flights: deque[Flight] = field(default_factory=deque)
     next_number: int = 1
+    step_time: StepTime = field(default_factory=StepTime)
 
     @classmethod
     def join(cls, peer: str, hello: WorkerHello, config: SchedulerConfig, link: int, now: float) -> Worker:
         """A worker that has said hello; it gets its first epoch by ``begin_epoch``."""
+        group = hello.groups[0]
+        max_rows = min(hello.max_rows, config.max_num_seqs)
+        capacity = min(hello.max_length, group.num_blocks * group.block_size)
         return cls(
             peer=peer,
             hello=hello,
             link=link,
-            epoch=0,
             last_seen=now,
-            max_rows=min(hello.max_rows, config.max_num_seqs),
+            max_rows=max_rows,
             window=config.window or hello.window,
+            pool=BlockPool(group.num_blocks, group.block_size),
+            batch=RowBatch(max_rows, capacity, group.block_size),
         )
 
     def begin_epoch(self, epoch: int) -> None:
-        """Forget batch, pools and flights; the worker does the same when the Reset reaches it."""
+        """Forget batch, pool and flights; the worker does the same when the Reset reaches it."""
         self.epoch = epoch
         self.standing = Link.JOINING
-        self.pools = [BlockPool(group.num_blocks, group.block_size) for group in self.hello.groups]
-        self.running = []
-        self.free_rows = list(range(self.max_rows - 1, -1, -1))
-        self.leaving = []
+        self.pool = BlockPool(self.pool.num_blocks, self.pool.block_size)
+        self.batch = RowBatch(self.max_rows, self.capacity, self.pool.block_size)
+        self.leaving, self.departed, self.computing = [], {}, {}
         self.flights.clear()
+        self.steady = None
         self.next_number = 1
 
     @property
     def capacity(self) -> int:
         """The longest sequence, in tokens, that fits this worker when it is alone there."""
-        slots = min(group.num_blocks * group.block_size for group in self.hello.groups)
-        return min(self.hello.max_length, slots)
+        return min(self.hello.max_length, self.pool.num_blocks * self.pool.block_size)
 
     @property
     def open(self) -> bool:
         """Whether one more plan may be issued now."""
         return self.standing is Link.READY and len(self.flights) < self.window
 
+    @property
+    def num_running(self) -> int:
+        """Rows that hold a sequence."""
+        return self.max_rows - len(self.batch.free_rows)
+
+    @property
+    def used_slots(self) -> int:
+        """Positions with KV, written or on their way, over all rows."""
+        return int(self.batch.issued[self.batch.active].sum())
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The sequences in its rows, by rank."""
+        found = [stay.sequence for stay in self.batch.stays if stay is not None]
+        return sorted(found, key=lambda sequence: sequence.rank)
+
+    def stay_of(self, number: int, row: int) -> Stay:
+        """A stay that a plan in flight holds."""
+        stay = self.batch.stays[row]
+        return stay if stay is not None and stay.number == number else self.departed[number]
+
     def header(self, session: int, number: int = 0) -> Header:
         """The header of the next message to this worker."""
         return Header(session=session, link=self.link, epoch=self.epoch, number=number)
 
-    def empty_tables(self) -> list[BlockTable]:
-        """One empty block table for each KV group."""
-        return [BlockTable(block_size=pool.block_size) for pool in self.pools]
-
-    def add_running(self, sequence: Sequence) -> None:
-        """Keep `running` sorted by rank."""
-        insort(self.running, sequence, key=lambda s: s.rank)
-
-    def remove_running(self, sequence: Sequence) -> None:
-        """Take a sequence out of `running`, where it must be."""
-        at = bisect_left(self.running, sequence.rank, key=lambda s: s.rank)
-        if at == len(self.running) or self.running[at] is not sequence:
-            raise SchedulerError(f"not running on {self.peer}: {sequence.tell()}")
-        del self.running[at]
-
 
 @dataclass(slots=True, eq=False)
 class Frontend:
-    """One frontend process: its link, and the sequences with something new to send."""
+    """One frontend process: its link, the pieces of the next frame, and sequences with something else to send."""
 
     peer: str
     link: int
     last_seen: float
     next_number: int = 1
+    pieces: list[Piece] = field(default_factory=list)
     dirty: dict[int, Sequence] = field(default_factory=dict)  # by handle
     counters: dict[str, float] = field(default_factory=dict)
 
@@ -141,6 +160,8 @@ class Totals:
     """Counters since the scheduler began."""
 
     preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     plans: int = 0
@@ -160,17 +181,19 @@ class SchedulerState:
         self.workers: dict[str, Worker] = {}
         self.frontends: dict[str, Frontend] = {}
         self.sequences: dict[tuple[str, int], Sequence] = {}
-        self.waiting: list[Sequence] = []  # sorted by rank
-        self.waiting_tokens = 0
+        self.tenants = Tenants()
+        self.waiting = WaitingQueue(self.tenants)
         self.deadlines: list[tuple[float, int, Sequence]] = []  # heap
         self.fingerprint = ""
         self.last_uid = 0
         self.last_link = 0
         self.last_epoch = 0
+        self.last_stay = 0
         self.draining = False
         self.no_worker_since: float | None = now
         self.next_beat = now
         self.told_ready: bool | None = None
+        self.recheck = False  # workers changed: what waits may not fit any more
         self.tokens_per_second = 0.0  # smoothed over plans
         self.departed_counters: dict[str, float] = {}  # of frontends that are gone
         self.totals = Totals()
@@ -195,7 +218,12 @@ class SchedulerState:
     @property
     def num_running(self) -> int:
         """Sequences that hold a row."""
-        return sum(len(worker.running) for worker in self.workers.values())
+        return sum(worker.num_running for worker in self.workers.values())
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens of the waiting sequences."""
+        return self.waiting.num_tokens
 
     @property
     def idle(self) -> bool:
@@ -225,34 +253,45 @@ class SchedulerState:
             _check(key == sequence.key, "stored under another key", sequence)
             _check((id(sequence) in running) == (sequence.status is Status.RUNNING), "running or not", sequence)
             _check((id(sequence) in waiting) == (sequence.status is Status.WAITING), "waiting or not", sequence)
-            _check((sequence.row is not None) == (sequence.status is Status.RUNNING), "row or not", sequence)
+            _check((sequence.row >= 0) == (sequence.status is Status.RUNNING), "row or not", sequence)
             _check((sequence.end is not None) == (sequence.status is Status.ENDED), "end or not", sequence)
-            _check(sequence.sent <= len(sequence.tokens), "sent more than is known", sequence)
-        _check(len(self.sequences) >= len(running | waiting), "a sequence that nobody knows", None)
-        _check(sorted(self.waiting, key=lambda s: s.rank) == self.waiting, "the queue is out of order", None)
-        _check(sum(len(s.tokens) for s in self.waiting) == self.waiting_tokens, "waiting_tokens is off", None)
+            within = sequence.row >= 0 or sequence.sent <= len(sequence.tokens)
+            _check(within, "sent more than is known", sequence)
+        _check(len(self.waiting) == len(waiting), "the queue's length is off")
+        _check(len(running) + len(waiting) <= len(self.sequences), "a sequence that nobody knows")
+        _check(sum(len(s.tokens) for s in self.waiting) == self.waiting_tokens, "waiting_tokens is off")
         for worker in self.workers.values():
-            self._validate_worker(worker)
-
-    def _validate_worker(self, worker: Worker) -> None:
-        rows = [s.row.index for s in worker.running if s.row is not None]
-        taken = set(rows) | set(worker.free_rows)
-        _check(len(rows) + len(worker.free_rows) == len(taken) == worker.max_rows, "rows are not a partition", None)
-        _check(len(worker.flights) <= worker.window, "more plans in flight than the window", None)
-        for group, pool in enumerate(worker.pools):
-            pool.validate([s.row.tables[group] for s in worker.running if s.row is not None])
-        for s in worker.running:
-            row = s.row
-            if row is None:
-                raise SchedulerError(f"a running sequence without a row: {s.tell()}")
-            _check(not row.released and not row.stopped, "a released row still runs", s)
-            _check(s.worker == worker.peer and row.sequence is s, "row and sequence disagree", s)
-            _check(0 <= s.retired <= s.issued <= s.length <= s.max_length, "positions out of order", s)
-            _check(s.sampling <= len(worker.flights), "more samples than plans in flight", s)
-            for table, sent in zip(row.tables, row.sent, strict=True):
-                _check(table.num_slots >= s.issued and sent <= len(table), "issued beyond its blocks", s)
+            validate_worker(worker)
 
 
-def _check(holds: bool, what: str, sequence: Sequence | None) -> None:
+def validate_worker(worker: Worker) -> None:
+    """Rows, columns, blocks and flights of one worker agree."""
+    batch = worker.batch
+    stays = [stay for stay in batch.stays if stay is not None]
+    _check(len(worker.flights) <= worker.window, "more plans in flight than the window")
+    _check(sorted([stay.row for stay in stays] + batch.free_rows) == list(range(batch.max_rows)), "rows are lost")
+    _check(np.flatnonzero(batch.active).tolist() == sorted(stay.row for stay in stays), "active rows are off")
+    worker.pool.validate([_table(batch, stay.row) for stay in stays])
+    in_flight = Counter(stay for flight in worker.flights for stay in flight.stays[flight.samples].tolist())
+    for stay in stays:
+        row, sequence = stay.row, stay.sequence
+        _check(not stay.stopped and not stay.ids, "a row that is over still runs", sequence)
+        _check(sequence.worker == worker.peer and sequence.row == row, "row and sequence disagree", sequence)
+        _check(int(batch.stay[row]) == stay.number, "the row has another stay", sequence)
+        retired, issued, known = int(batch.retired[row]), int(batch.issued[row]), int(batch.known[row])
+        length = known + int(batch.sampling[row])
+        _check(0 <= retired <= issued <= length <= sequence.max_length, "positions out of order", sequence)
+        _check(retired <= known and int(batch.sent[row]) <= known, "cursor beyond the known tokens", sequence)
+        _check(int(batch.sampling[row]) == in_flight[stay.number], "samples in flight are off", sequence)
+        held, told = int(batch.held[row]), int(batch.told[row])
+        _check(told <= held, "the worker knows more blocks than are held", sequence)
+        _check(held * batch.block_size >= issued, "issued beyond its blocks", sequence)
+
+
+def _table(batch: RowBatch, row: int) -> BlockTable:
+    return BlockTable(block_size=batch.block_size, ids=batch.block_ids(row), num_shared=int(batch.shared[row]))
+
+
+def _check(holds: bool, what: str, sequence: Sequence | None = None) -> None:
     if not holds:
         raise SchedulerError(f"{what}: {sequence.tell() if sequence else 'state'}")

@@ -6,7 +6,6 @@ from proto.messages import (
     FinishReason,
     Header,
     Heartbeat,
-    KVGroup,
     Phase,
     Reset,
     SchedulerToWorker,
@@ -96,6 +95,9 @@ def end_unservable(state: SchedulerState, now: float) -> None:
             for sequence in list(state.waiting):
                 end(state, sequence, FinishReason.UNAVAILABLE, now, cause=message, message=message)
         return
+    if not state.recheck:
+        return
+    state.recheck = False
     largest = max((worker.capacity for worker in state.workers.values()), default=0)
     for sequence in [s for s in state.waiting if s.max_length > largest]:
         message = f"{sequence.max_length} tokens no longer fit any worker: the largest holds {largest}"
@@ -131,9 +133,9 @@ def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:
             f"its fingerprint {hello.fingerprint} differs from {state.fingerprint}: all workers of one scheduler "
             "must serve the same weights with the same dtype and block size"
         )
-    unserved: list[KVGroup] = [group for group in hello.groups if group.kind != "full"]
-    if unserved or not hello.groups:
-        return f"KV groups {[group.kind for group in hello.groups]} are not served yet, only 'full'"
+    kinds = [group.kind for group in hello.groups]
+    if kinds != ["full"]:
+        return f"KV groups {kinds} are not served yet, only one of kind 'full'"
     return None
 
 
@@ -141,17 +143,19 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
     if worker.standing is Link.JOINING:
         worker.standing = Link.READY
         state.no_worker_since = None
+        state.recheck = True
 
 
 def _suspect(worker: Worker) -> None:
     """Count a death against the sequence that was alone in flight; of several, nobody knows which it was."""
-    suspects = {entry.row.sequence for flight in worker.flights for entry in flight.rows}
+    suspects = {number: row for flight in worker.flights for number, row in zip(flight.stays, flight.rows, strict=True)}
     if len(suspects) == 1:
-        suspects.pop().lone_deaths += 1
+        [(number, row)] = suspects.items()
+        worker.stay_of(int(number), int(row)).sequence.lone_deaths += 1
 
 
 def _orphan_all(state: SchedulerState, worker: Worker, cause: str, now: float) -> None:
-    for sequence in list(worker.running):
+    for sequence in worker.running:
         orphan(state, sequence, worker, cause, now)
         if sequence.lone_deaths >= MAX_LONE_DEATHS:
             message = f"a worker failed {sequence.lone_deaths} times with this sequence alone in flight"
@@ -159,5 +163,6 @@ def _orphan_all(state: SchedulerState, worker: Worker, cause: str, now: float) -
 
 
 def _note_usable(state: SchedulerState, now: float) -> None:
+    state.recheck = True
     if state.no_worker_since is None and not any(True for _ in state.ready_workers):
         state.no_worker_since = now

@@ -179,7 +179,8 @@ class EventLog:
         self._segments.append(Segment(header))
 
     def _end(self, reason: str) -> bytes:
-        return self._packer.pack({"end": reason, "digest": self.digest})
+        packed: bytes = self._packer.pack({"end": reason, "digest": self.digest})
+        return packed
 
     def _write(self, record: bytes, now: float) -> None:
         """A disk that is full ends the recording, never the scheduler."""

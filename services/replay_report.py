@@ -17,7 +17,8 @@ from scheduler.state import SchedulerState
 from services.eventlog import LogFile
 from services.figures import Figures, Meter
 from services.replay import Difference, Replay, first_state, replay
-from services.whatif import Scenario, Simulation, StepModel, WhatIfError
+from services.step_model import StepModel, WhatIfError
+from services.whatif import Scenario, Simulation
 
 # Name in Figures -> how people read it, and its unit.
 ROWS = {

@@ -81,7 +81,11 @@ def run(
     longest = max(request.num_prompt + request.max_tokens for request in requests)
     if pool_slots < longest:
         raise BenchError(f"--pool-tokens must be at least {longest}, which the longest request may take")
-    config = SchedulerConfig(max_num_seqs=model.max_rows, max_num_batched_tokens=model.max_step_tokens)
+    config = SchedulerConfig(
+        max_num_seqs=model.max_rows,
+        max_num_batched_tokens=model.max_step_tokens,
+        prefix_caching=False,  # single sequences: what they could share is not to hide what they waste
+    )
     simulation = Simulation(config, model, requests)
     paged, by_limit, by_context = meters = WasteMeter(), WasteMeter(), WasteMeter()
     strict = WasteMeter()
@@ -90,16 +94,16 @@ def run(
         if number % CHECK_EVERY == 0:
             simulation.state.validate()
             progress(len(simulation.ends))
-        workers = simulation.state.workers.values()
-        running = [sequence for worker in workers for sequence in worker.running]
-        used = sum(sequence.issued for sequence in running)
-        held = sum(pool.used * pool.block_size for worker in workers for pool in worker.pools)
+        batches = [(worker, worker.batch, worker.batch.active) for worker in simulation.state.workers.values()]
+        running = sum(worker.num_running for worker, _, _ in batches)
+        used = sum(int(batch.issued[active].sum()) for _, batch, active in batches)
+        held = sum(worker.pool.used * worker.pool.block_size for worker, _, _ in batches)
         paged.sample(duration, held, used)
-        strict.sample(duration, held, sum(sequence.retired for sequence in running))
-        by_limit.sample(duration, sum(sequence.max_length for sequence in running), used)
-        by_context.sample(duration, len(running) * model.max_length, used)
+        strict.sample(duration, held, sum(int(batch.retired[active].sum()) for _, batch, active in batches))
+        by_limit.sample(duration, sum(int(batch.limit[active].sum()) for _, batch, active in batches), used)
+        by_context.sample(duration, running * model.max_length, used)
         seconds += duration if running else 0.0
-        running_seconds += duration * len(running)
+        running_seconds += duration * running
     simulation.state.validate()
 
     def policy(name: str, meter: WasteMeter) -> Policy:

@@ -15,8 +15,8 @@ from worker.runner import Runner
 
 WINDOWS = (1, 2, 3)
 STABLE = stable_prompts()
-# A slice for every day: short prompts, and one that a budget of 64 cuts.
-SOME = [entry for length in (1, 5, 16, 17, 100) for entry in STABLE if len(entry.prompt) == length]
+# A slice for every day: a prompt that a budget of 64 cuts, among short ones.
+SOME = [entry for length in (5, 100, 16, 1, 17) for entry in STABLE if len(entry.prompt) == length]
 SOME_TOKENS = 32
 SAMPLINGS = (
     SamplingParams(temperature=1.0),
@@ -52,16 +52,11 @@ def greedy(entries: list[StablePrompt], most: int) -> tuple[list[Request], list[
     return requests, [entry.output[:most] for entry in entries]
 
 
-def blocks(requests: list[Request]) -> list[int]:
-    """KV blocks of 16 that each request holds in the end."""
-    return [-(-(len(request.prompt) + request.max_tokens) // 16) for request in requests]
-
-
 def too_few(requests: list[Request]) -> int:
-    """A pool that holds any one of the requests, and by far not all of them."""
-    needs = blocks(requests)
-    pool = max(max(needs), sum(needs) * 2 // 5)
-    assert pool < sum(needs)
+    """KV blocks of 16 that hold any one of the requests, and by far not all of them."""
+    needs = [-(-(len(request.prompt) + request.max_tokens) // 16) for request in requests]
+    pool = max(needs) + 1
+    assert 2 * pool < sum(needs)
     return pool
 
 
@@ -83,9 +78,11 @@ def test_greedy_alone(real):
 def test_greedy_in_one_small_pool(real, window):
     """Arrivals, chunks beside decodes, preemption and plans in flight at the same time."""
     requests, expected = greedy(SOME, SOME_TOKENS)
-    found = together(SmallPool(real, too_few(requests)), requests, window=window, budget=CHUNK)
+    pool = SmallPool(real, too_few(requests))
+    found = together(pool, requests, window=window, budget=CHUNK, every=1)
     assert found.outputs == expected
     assert found.preemptions > 0
+    assert pool.largest_plan <= CHUNK
     assert found.mixed_plans > 0
     assert found.in_flight == window
 
@@ -103,9 +100,10 @@ def test_all_greedy_alone(real):
 @pytest.mark.parametrize("way", ["batch", "chunks", "preemption"])
 def test_all_greedy(real, way, window):
     requests, expected = greedy(STABLE, 64)
-    pool = too_few(requests) if way == "preemption" else 256
-    found = together(SmallPool(real, pool), requests, window=window, budget=CHUNK if way == "chunks" else 512)
+    pool = SmallPool(real, too_few(requests) if way == "preemption" else 256)
+    found = together(pool, requests, window=window, budget=CHUNK if way == "chunks" else 512)
     assert found.outputs == expected
+    assert (pool.largest_plan <= CHUNK) == (way == "chunks")
     assert (found.preemptions > 0) == (way == "preemption")
     assert found.in_flight == window
 
@@ -142,8 +140,10 @@ def sampled_alone(flat: Runner) -> list[list[int]]:
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize(("pool", "budget"), [(512, 512), (512, CHUNK), (16, 512), (16, CHUNK)])
 def test_sampled(flat, sampled_alone, pool, budget, window):
-    found = together(SmallPool(flat, pool), sampled(), window=window, budget=budget)
+    small = SmallPool(flat, pool)
+    found = together(small, sampled(), window=window, budget=budget)
     assert found.outputs == sampled_alone
+    assert small.largest_plan <= budget
     assert (found.preemptions > 0) == (pool == 16)
     assert found.in_flight == window
 

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass, field
 
 from proto.messages import (
+    Copy,
     FinishReason,
     Freed,
     Join,
@@ -45,6 +46,7 @@ class SimRow:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     stopped: bool = False
+    history: list[int] = field(default_factory=list)  # of each position, a hash of all tokens up to it
 
 
 class SimWorker:
@@ -59,7 +61,7 @@ class SimWorker:
         self.max_rows = max_rows
         self.window = window
         self.rows: dict[int, SimRow] = {}
-        self.memory: dict[tuple[int, int], tuple[int, int, int]] = {}  # (block, slot) -> (sequence, position, token)
+        self.memory: dict[tuple[int, int], int] = {}  # (block, slot) -> what its KV depends on
         self.next_number = 1
 
     def hello(self) -> WorkerHello:
@@ -69,8 +71,8 @@ class SimWorker:
             model="sim",
             groups=(KVGroup(kind="full", block_size=self.block_size, num_blocks=self.num_blocks),),
             max_rows=self.max_rows,
-            max_step_tokens=512,
-            max_length=4096,
+            max_step_tokens=16384,
+            max_length=16384,
             vocab_size=VOCAB,
             window=self.window,
             device="sim",
@@ -92,7 +94,13 @@ class SimWorker:
         for join in plan.joins:
             assert join.row not in self.rows, "a row is taken"
             assert 0 <= join.row < self.max_rows, "a row outside the batch"
-            self.rows[join.row] = SimRow(join, join.tokens.tolist(), join.computed)
+            self.rows[join.row] = SimRow(join, join.tokens.tolist(), join.computed, join.blocks[0].tolist())
+        for copy in plan.entries:
+            assert isinstance(copy, Copy)
+            for slot in range(self.block_size):
+                content = self.memory.get((copy.source, slot))
+                if content is not None:
+                    self.memory[copy.target, slot] = content
         self._append_blocks(plan, freed)
         tokens, counts, reasons = [], [], []
         for index, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
@@ -112,7 +120,7 @@ class SimWorker:
             finite=int32([1] * len(counts)),
             reasons=int32(reasons),
             weights_version=1,
-            seconds=0.01,
+            seconds=0.0,
             freed=(_columns([entry for entry in freed if entry[1]]),),
         )
 
@@ -132,11 +140,10 @@ class SimWorker:
         end = start + count
         assert end <= len(row.tokens), "positions whose tokens nobody knows"
         assert len(row.blocks) * self.block_size >= end, "positions without blocks"
-        uid = row.join.sequence
         for position in range(start, end):
-            self.memory[self._slot(row, position)] = (uid, position, row.tokens[position])
+            self.memory[self._slot(row, position)] = self._content(row, position)
         for position in range(end):
-            assert self.memory[self._slot(row, position)] == (uid, position, row.tokens[position]), "a foreign slot"
+            assert self.memory[self._slot(row, position)] == self._content(row, position), "a foreign slot"
         row.computed = end
         known = len(row.tokens)
         if end < known:
@@ -148,6 +155,12 @@ class SimWorker:
         if token in row.join.params.eos_ids:
             return token, FinishReason.STOP
         return token, FinishReason.LENGTH if known + 1 == row.join.max_length else FinishReason.NONE
+
+    def _content(self, row: SimRow, position: int) -> int:
+        """What KV at a position depends on: all tokens up to it."""
+        while len(row.history) <= position:
+            row.history.append(hash((row.history[-1] if row.history else 0, row.tokens[len(row.history)])))
+        return row.history[position]
 
     def _slot(self, row: SimRow, position: int) -> tuple[int, int]:
         return row.blocks[position // self.block_size], position % self.block_size

@@ -65,8 +65,14 @@ def all_right(world: World) -> None:
             assert_right(sequence)
 
 
+def seeds(quick: int, all_: int) -> pytest.MarkDecorator:
+    """Some seeds by default, more with --full."""
+    more = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(quick, all_)]
+    return pytest.mark.parametrize("seed", [*range(quick), *more])
+
+
 @pytest.mark.parametrize("window", [1, 2, 3, 4])
-@pytest.mark.parametrize("seed", range(8))
+@seeds(2, 25)
 def test_random_load_gives_undisturbed_outputs(seed: int, window: int) -> None:
     world = World(seed, CONFIG)
     world.add_worker("w0", window=window, num_blocks=120)
@@ -76,7 +82,7 @@ def test_random_load_gives_undisturbed_outputs(seed: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(6))
+@seeds(2, 25)
 def test_a_pool_too_small_for_all_preempts_and_changes_nothing(seed: int, window: int) -> None:
     world = World(seed, CONFIG)
     world.add_worker("w0", window=window, num_blocks=31)
@@ -86,7 +92,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_nothing(seed: int, window
     assert world.total_preemptions() > 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(5, 100)
 def test_deaths_losses_and_restarts_change_nothing(seed: int) -> None:
     world = World(seed, CONFIG)
     world.loss = 0.02

@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from proto.messages import (
@@ -122,9 +122,9 @@ class WorkerNode:
         if header.number != self.worker.next_number:
             self.world.to_scheduler(self.name, FromWorker(self.name, self.header, WorkerFault(message="a gap")))
             return
-        result = self.worker.execute(header.number, plan)
-        self.last_plan = header.number
         busy = self.world.step_seconds(plan)
+        result = replace(self.worker.execute(header.number, plan), seconds=busy)
+        self.last_plan = header.number
         self.world.to_scheduler(self.name, FromWorker(self.name, header, result), busy)
 
 
@@ -349,11 +349,11 @@ class World:
 
     def assert_no_leaks(self) -> None:
         for worker in self.state.workers.values():
-            assert [pool.used for pool in worker.pools] == [0] * len(worker.pools)
-            assert len(worker.free_rows) == worker.max_rows
+            assert worker.pool.used == 0
+            assert worker.num_running == 0
         for node in self.workers.values():
             assert not node.worker.rows
-        assert not self.state.waiting
+        assert len(self.state.waiting) == 0
         assert self.state.waiting_tokens == 0
 
     def total_preemptions(self) -> int:

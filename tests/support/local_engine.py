@@ -108,7 +108,7 @@ class LocalEngine:
         while self.results or self.state.workers[WORKER].leaving:
             self.step()
         worker = self.state.workers[WORKER]
-        assert all(pool.used == 0 for pool in worker.pools)
+        assert worker.pool.used == 0
 
     def step(self) -> None:
         """Give one result back, or let time pass."""

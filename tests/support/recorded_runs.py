@@ -15,7 +15,8 @@ from services.bench.simulated_worker import WorkerModel
 from services.bench.workload import WorkloadConfig, draw
 from services.eventlog import EventLog, Kind
 from services.figures import RequestRecord, SequenceRecord
-from services.whatif import Scenario, Simulation, StepModel
+from services.step_model import StepModel
+from services.whatif import Scenario, Simulation
 
 WORKLOAD = WorkloadConfig(
     num_requests=24, rate=8.0, prompt_median=40, prompt_bounds=(4, 200), output_median=24, output_bounds=(1, 80)

@@ -26,11 +26,12 @@ def tiny_runner(folder: Path, *, flat: bool = False, model: dict[str, Any] | Non
 class SmallPool:
     """A runner that tells of so many KV blocks only, so that one load of a model serves pools of many sizes.
 
-    Blocks are NaN after a reset: a read of what no one wrote shows in the results.
+    Blocks are NaN after a reset: a read of what no one wrote shows in the results. largest_plan: most tokens of one.
     """
 
     runner: Runner
     num_blocks: int
+    largest_plan: int = 0
 
     def hello(self, worker_id: str) -> WorkerHello:
         """As the runner's, with the smaller pool."""
@@ -45,6 +46,7 @@ class SmallPool:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """The runner's; the result is the scheduler's to judge."""
+        self.largest_plan = max(self.largest_plan, int(plan.counts.sum()))
         result = self.runner.execute(plan)
         self.runner.batch.validate()
         return result

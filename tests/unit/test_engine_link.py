@@ -173,7 +173,7 @@ async def test_abort_gives_the_blocks_back(run_dir):
             _, ends = await collect_rest(stream)
             assert [end.reason for end in ends] == [FinishReason.ABORTED] * 2
             await until(lambda: not scheduler.state.sequences)
-            await until(lambda: all(pool.used == 0 for w in scheduler.state.workers.values() for pool in w.pools))
+            await until(lambda: all(w.pool.used == 0 for w in scheduler.state.workers.values()))
             assert client.num_open == 0
 
 

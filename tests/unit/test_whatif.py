@@ -14,7 +14,7 @@ from services.bench.workload import WorkloadConfig
 from services.eventlog import LogFile
 from services.figures import StepSample
 from services.replay_report import WhatIf, what_if
-from services.whatif import StepModel, WhatIfError
+from services.step_model import StepModel, WhatIfError
 from tests.support.recorded_runs import SCENARIO, STEPS, record_run
 
 # More than one worker's pool and rows can take at once.

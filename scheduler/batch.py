@@ -1,0 +1,128 @@
+"""What the scheduler knows of one worker's rows, as NumPy columns: a decode step costs a few vector operations.
+
+Regions of a row's positions: [0, retired) are covered by applied results, [retired, issued) by plans in flight,
+[issued, known + sampling) can be issued. Its blocks: [0, told) are known to the worker, [told, held) go out with the
+next plan. Columns of rows without a sequence mean nothing; `active` tells.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proto.messages import Int32
+from scheduler.sequence import Sequence
+
+Bools = NDArray[np.bool_]
+
+
+class Stay:
+    """A sequence's stay in a row, from Join to Leave; it outlives the sequence's interest in the row.
+
+    stopped: the worker ended the row itself. reported: how many of its blocks the worker has given back. Once it is
+    over, ids are the blocks that it had, and told says how many of them the worker knew: to check its report.
+    """
+
+    __slots__ = ("ids", "number", "reported", "row", "sequence", "stopped", "told")
+
+    def __init__(self, number: int, row: int, sequence: Sequence) -> None:
+        self.number = number
+        self.row = row
+        self.sequence = sequence
+        self.ids: list[int] = []
+        self.stopped = False
+        self.reported = 0
+        self.told = 0
+
+
+class RowBatch:
+    """Columns over max_rows rows; tokens[max_rows, max_length] and blocks[max_rows, ...] cost no memory until used.
+
+    Of a row's blocks, [0, shared) are read-only, for others may hold them too, and [shared, held) its own.
+    """
+
+    def __init__(self, max_rows: int, max_length: int, block_size: int) -> None:
+        self.max_rows = max_rows
+        self.block_size = block_size
+        self.active: Bools = np.zeros(max_rows, bool)
+        self.stay = np.zeros(max_rows, np.int64)  # the number of the Stay that has the row, 0: none
+        self.known = np.zeros(max_rows, np.int32)
+        self.sampling = np.zeros(max_rows, np.int32)
+        self.issued = np.zeros(max_rows, np.int32)
+        self.retired = np.zeros(max_rows, np.int32)
+        self.limit = np.zeros(max_rows, np.int32)
+        self.num_prompt = np.zeros(max_rows, np.int32)
+        self.held = np.zeros(max_rows, np.int32)
+        self.told = np.zeros(max_rows, np.int32)
+        self.shared = np.zeros(max_rows, np.int32)
+        self.registered = np.zeros(max_rows, np.int32)  # prompt positions below it are in the prefix index, or never
+        self.sent = np.zeros(max_rows, np.int32)
+        self.handle = np.zeros(max_rows, np.int64)
+        self.link = np.zeros(max_rows, np.int64)  # of the frontend
+        self.tenant = np.zeros(max_rows, np.int64)
+        self.version = np.zeros(max_rows, np.int32)
+        self.plain: Bools = np.zeros(max_rows, bool)  # no log-probabilities: its tokens are delivered as columns
+        self.tokens = np.zeros((max_rows, max_length), np.int32)
+        self.blocks = np.zeros((max_rows, -(-max_length // block_size)), np.int32)
+        self.stays: list[Stay | None] = [None] * max_rows
+        self.free_rows = list(range(max_rows - 1, -1, -1))
+
+    def enter(self, stay: Stay, blocks: list[int], shared: int, computed: int) -> None:
+        """Fill the columns of a row that a sequence takes, with blocks whose first `computed` positions have KV."""
+        row, sequence = stay.row, stay.sequence
+        known = len(sequence.tokens)
+        self.stays[row] = stay
+        self.active[row] = True
+        self.stay[row] = stay.number
+        self.known[row] = known
+        self.sampling[row] = 0
+        self.issued[row] = self.retired[row] = computed
+        self.limit[row] = sequence.max_length
+        self.num_prompt[row] = sequence.num_prompt
+        self.blocks[row, : len(blocks)] = blocks
+        self.held[row] = self.told[row] = len(blocks)
+        self.shared[row] = shared
+        self.registered[row] = computed
+        self.sent[row] = sequence.sent
+        self.handle[row] = sequence.handle
+        self.link[row] = sequence.link
+        self.tenant[row] = sequence.tenant_index
+        self.version[row] = sequence.weights_version
+        self.plain[row] = not sequence.wants_logprobs
+        self.tokens[row, :known] = sequence.tokens
+
+    def leave(self, row: int) -> None:
+        """Write what the row learned back to its sequence; the row is free for another one's Join."""
+        stay = self.stays[row]
+        if stay is None:
+            raise RuntimeError(f"row {row} holds no sequence")
+        stay.sequence.tokens = self.tokens[row, : self.known[row]].copy()
+        stay.sequence.sent = int(self.sent[row])
+        stay.told = int(self.told[row])
+        stay.ids = self.block_ids(row)
+        self.stays[row] = None
+        self.active[row] = False
+        self.stay[row] = 0
+        self.free_rows.append(row)
+
+    def block_ids(self, row: int) -> list[int]:
+        """The row's block table."""
+        ids: list[int] = self.blocks[row, : self.held[row]].tolist()
+        return ids
+
+    def give(self, row: int, ids: list[int]) -> None:
+        """Append blocks to the row's table."""
+        held = int(self.held[row])
+        self.blocks[row, held : held + len(ids)] = ids
+        self.held[row] += len(ids)
+
+    def pending(self) -> Int32:
+        """Positions that can be issued now, for every row; 0 where the sample that completes it is issued."""
+        length = self.known + self.sampling
+        complete = (self.sampling > 0) & (length >= self.limit)
+        pending = np.where(self.active & ~complete, length - self.issued, 0)
+        return pending.astype(np.int32, copy=False)
+
+    def known_tokens(self, row: int) -> Int32:
+        """A view of the row's known tokens."""
+        return self.tokens[row, : self.known[row]]
