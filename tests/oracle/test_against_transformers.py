@@ -48,7 +48,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def runner(default_model_path: Path) -> Runner:
-    return Runner.load(WorkerConfig(model=default_model_path, threads=1, kv_cache_memory=2**29))
+    return Runner.load(WorkerConfig(model=default_model_path, dtype="float32", threads=1, kv_cache_memory=2**29))
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,9 @@ PREFIXES = ("", "Summarise this text.\n\n{}", "Go on with this text:\n\n{}", "{}
 
 def main() -> None:
     """Fill every place, or say which stayed empty."""
-    runner = Runner.load(WorkerConfig(model=Path(store.resolve(MODEL)), kv_cache_memory=192 * 2**20, threads=1))
+    runner = Runner.load(
+        WorkerConfig(model=Path(store.resolve(MODEL)), dtype="float32", kv_cache_memory=192 * 2**20, threads=1)
+    )
     candidates = Candidates(runner.files)
     places = [*PLAIN, *((0, outputs) for outputs in CHATS)]
     found: dict[int, StablePrompt] = {}

@@ -1,6 +1,6 @@
 """A decoder's weights for the kernels: matrices in panels (src/formats.h), vectors as float32.
 
-Packing a large model takes a while, so the panels are kept in a file, keyed by content, and mapped at the next start.
+Packing a large model takes a while, so the panels are kept in a file, keyed by content, for the next start.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from worker.loader.tensors import TensorEntry, as_float32, dequantize
 PACKING = 1
 # Models below this size are packed at every start.
 KEPT_FROM = 16 * 2**20
+# Up to this size the file is read into large pages, which the kernels stream from a fifth faster than from the map.
+COPIED_UP_TO = 2 * 2**30
 ALIGNMENT = 64
 
 Bytes = NDArray[np.uint8]
@@ -120,7 +122,7 @@ def _panels(files: ModelFiles, layout: _Layout, expand: bool, threads: int) -> B
     key = hashlib.sha256(f"{files.fingerprint} {PACKING}".encode()).hexdigest()[:32]
     file = cache_folder() / "packed" / f"{key}.bin"
     if file.exists() and file.stat().st_size == layout.size:
-        return _mapped(file)
+        return _read(file, layout.size)
     try:
         return _packed_file(file, layout, threads)
     except (OSError, ModelError):  # no folder to write to, or no room in it: the next start packs again
@@ -139,11 +141,20 @@ def _packed_file(file: Path, layout: _Layout, threads: int) -> Bytes:
                 target = np.frombuffer(mmap.mmap(stream.fileno(), layout.size), np.uint8)
                 layout.pack_all(target, threads)
             os.replace(draft, file)
-    return _mapped(file)
+    return _read(file, layout.size)
 
 
-def _mapped(file: Path) -> Bytes:
-    return np.asarray(np.memmap(file, np.uint8, "r"))
+def _read(file: Path, size: int) -> Bytes:
+    if size > COPIED_UP_TO:
+        return np.asarray(np.memmap(file, np.uint8, "r"))
+    panels = _zeros(size)
+    with file.open("rb", buffering=0) as stream:
+        view, done = panels.data, 0
+        while count := stream.readinto(view[done:]):
+            done += count
+    if done != size:
+        raise ModelError(f"{file}: ends after {done} of {size} bytes: delete it and start again")
+    return panels
 
 
 def _zeros(size: int) -> Bytes:

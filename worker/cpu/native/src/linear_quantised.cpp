@@ -102,8 +102,14 @@ inline void finish(const Op& op, __m256 sum, int row, float* out) {
   _mm256_maskstore_ps(out, mask, sum);
 }
 
-// Panels [panel, panel + P) by tokens [token, token + R) of `tokens`.
-template <int FORMAT, int P, int R>
+// Asks for the lines of [at, at + bytes); what lies beyond the last panel is asked for in vain.
+inline void expect(const uint8_t* at, size_t bytes) {
+  for (size_t line = 0; line < bytes; line += 64) _mm_prefetch(reinterpret_cast<const char*>(at + line), _MM_HINT_T0);
+}
+
+// Panels [panel, panel + P) by tokens [token, token + R) of `tokens`. STREAM: the panels are read for the first time, so
+// the next ones are asked for meanwhile, piece by piece: the processor itself loses track at each panel's end.
+template <int FORMAT, int P, int R, bool STREAM>
 void tile(const Op& op, const Activations& in, int tokens, int panel, int token) {
   constexpr int BYTES = FORMAT == Q8_0 ? 256 : 128;
   const int blocks = op.k / BLOCK;
@@ -112,7 +118,9 @@ void tile(const Op& op, const Activations& in, int tokens, int panel, int token)
   __m256 sums[P][R];
   for (int p = 0; p < P; ++p)
     for (int r = 0; r < R; ++r) sums[p][r] = _mm256_setzero_ps();
+  const size_t piece = P * size / blocks;
   for (int block = 0; block < blocks; ++block) {
+    if (STREAM) expect(base + P * size + block * piece, piece);
     const uint8_t* weights[P];
     __m256 scales[P], offsets[P];
     for (int p = 0; p < P; ++p) {
@@ -142,18 +150,30 @@ void tile(const Op& op, const Activations& in, int tokens, int panel, int token)
       finish(op, sums[p][r], (panel + p) * BLOCK_PANEL, op.out + static_cast<size_t>(token + r) * op.out_stride);
 }
 
+template <int FORMAT, int P, bool STREAM>
+void tile_of(const Op& op, const Activations& in, int tokens, int panel, int token, int count) {
+  static_assert(TILE == 4, "the cases below");
+  switch (count) {
+    case 1:
+      return tile<FORMAT, P, 1, STREAM>(op, in, tokens, panel, token);
+    case 2:
+      return tile<FORMAT, P, 2, STREAM>(op, in, tokens, panel, token);
+    case 3:
+      return tile<FORMAT, P, 3, STREAM>(op, in, tokens, panel, token);
+    default:
+      return tile<FORMAT, P, 4, STREAM>(op, in, tokens, panel, token);
+  }
+}
+
 template <int FORMAT, int P>
 void tiles(const Op& op, const Activations& in, int tokens, int panel, int first, int last) {
-  int token = first;
-  for (; token + TILE <= last; token += TILE) tile<FORMAT, P, TILE>(op, in, tokens, panel, token);
-  static_assert(TILE == 4, "the cases below");
-  switch (last - token) {
-    case 1:
-      return tile<FORMAT, P, 1>(op, in, tokens, panel, token);
-    case 2:
-      return tile<FORMAT, P, 2>(op, in, tokens, panel, token);
-    case 3:
-      return tile<FORMAT, P, 3>(op, in, tokens, panel, token);
+  for (int token = first; token < last; token += TILE) {
+    const int count = std::min(TILE, last - token);
+    if (token == first) {
+      tile_of<FORMAT, P, true>(op, in, tokens, panel, token, count);
+    } else {
+      tile_of<FORMAT, P, false>(op, in, tokens, panel, token, count);
+    }
   }
 }
 
