@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from services.eventlog import LogFile
+import pytest
+
+from services.eventlog import EventLogError, LogFile
 from services.figures import Meter
 from services.replay import first_state, replay
 from services.replay_report import summary
@@ -16,8 +18,11 @@ AGAIN = (
 
 
 def test_the_golden_log_replays_to_the_same_plans() -> None:
-    log = LogFile.open(GOLDEN)
-    found = replay(log, validate=True)
+    try:
+        log = LogFile.open(GOLDEN)
+        found = replay(log, validate=True)
+    except EventLogError as error:  # the frames have another form now
+        pytest.fail(f"{AGAIN}{error}")
     assert found.same, "\n".join([AGAIN, *summary(log, found)])
 
 
