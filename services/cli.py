@@ -233,8 +233,8 @@ def waste(
     raise typer.Exit(code)
 
 
-@bench_app.command()
-def scheduler(
+@bench_app.command(name="scheduler")
+def bench_scheduler(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     steps: Annotated[int, typer.Option(min=10, help="Steps to time for each row of the table.")] = 1000,
