@@ -107,13 +107,20 @@ class BlockPool:
             for block in ids.tolist():
                 self.prefix.idle.pop(block, None)
 
-    def register(self, block: int, digest: bytes) -> bool:
-        """Let the prefix index hold a full, read-only block; False when its content is there already."""
-        if digest in self.prefix.block_of or block in self.prefix.digest_of:
-            return False
-        self.share([block], HolderKind.INDEX)
-        self.prefix.add(digest, block)
-        return True
+    def register(self, block_ids: Sequence[int], digests: Sequence[bytes]) -> int:
+        """Let the prefix index hold full, read-only blocks that somebody holds; distinct ids, a digest for each.
+
+        A block or a content that it has already is passed over; returns how many are new.
+        """
+        known = self.prefix
+        fresh: list[int] = []
+        for block, digest in zip(block_ids, digests, strict=True):
+            if digest not in known.block_of and block not in known.digest_of:
+                known.add(digest, block)
+                fresh.append(block)
+        self._by_kind[HolderKind.INDEX, fresh] = 1
+        self._total[fresh] += 1
+        return len(fresh)
 
     def unregister(self, block_ids: BlockIds) -> None:
         """Take those of the blocks that it holds out of the prefix index."""

@@ -145,8 +145,8 @@ def register_blocks(state: SchedulerState, worker: Worker, stay: Stay, retired: 
         return
     tokens = batch.known_tokens(stay.row)[: last * pool.block_size]
     digests = sequence.prefix_digests(tokens, pool.block_size, sequence.weights_version)
-    for index in range(first, last):
-        pool.register(int(batch.blocks[stay.row, index]), digests[index])
-        worker.computing.pop(digests[index], None)
+    pool.register(batch.blocks[stay.row, first:last].tolist(), digests[first:last])
+    for digest in digests[first:last] if worker.computing else ():
+        worker.computing.pop(digest, None)
     batch.shared[stay.row] = max(int(batch.shared[stay.row]), last)
     batch.registered[stay.row] = last * pool.block_size

@@ -233,6 +233,18 @@ def waste(
     raise typer.Exit(code)
 
 
+@bench_app.command(name="scheduler")
+def bench_scheduler(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    steps: Annotated[int, typer.Option(min=10, help="Steps to time for each row of the table.")] = 1000,
+) -> None:
+    """Time one step of the scheduler, codec and all, for batches of several sizes."""
+    from services.bench import scheduler as measurement
+
+    raise typer.Exit(measurement.main(steps=steps, json=json))
+
+
 def _is_for_people(error: Exception) -> bool:
     """Whether an error is one line for the person at the terminal: a typed ValueError of our packages."""
     return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in OUR_PACKAGES

@@ -97,14 +97,25 @@ def test_all_greedy_alone(real):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("way", ["batch", "chunks", "preemption"])
-def test_all_greedy(real, way, window):
+@pytest.mark.parametrize("budget", [512, CHUNK])
+def test_all_greedy_in_a_batch(real, budget, window):
     requests, expected = greedy(STABLE, 64)
-    pool = SmallPool(real, too_few(requests) if way == "preemption" else 256)
-    found = together(pool, requests, window=window, budget=CHUNK if way == "chunks" else 512)
+    pool = SmallPool(real, 256)
+    found = together(pool, requests, window=window, budget=budget)
     assert found.outputs == expected
-    assert (pool.largest_plan <= CHUNK) == (way == "chunks")
-    assert (found.preemptions > 0) == (way == "preemption")
+    assert found.preemptions == 0
+    assert CHUNK // 2 < pool.largest_plan <= budget
+    assert found.in_flight == window
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_all_greedy_preempted(real, window):
+    requests, expected = greedy([entry for entry in STABLE[::-1] if len(entry.prompt) <= 128], 64)
+    found = together(SmallPool(real, too_few(requests)), requests, window=window, every=0)
+    assert found.outputs == expected
+    assert found.preemptions > 0
     assert found.in_flight == window
 
 

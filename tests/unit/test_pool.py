@@ -141,8 +141,7 @@ def test_cached_blocks_are_free_and_evicted_least_recently_used_tail_first() -> 
     first, second = pool.allocate(3), pool.allocate(2)
     assert first is not None
     assert second is not None
-    for block, digest in zip(first + second, digests("a", "b", "c", "d", "e"), strict=True):
-        assert pool.register(block, digest)
+    assert pool.register(first + second, digests("a", "b", "c", "d", "e")) == 5
     pool.release(first, TABLE)
     pool.release(second, TABLE)
     assert (pool.num_free, pool.num_cached, pool.used) == (6, 5, 0)
@@ -159,9 +158,9 @@ def test_cached_blocks_are_free_and_evicted_least_recently_used_tail_first() -> 
 def test_a_content_is_registered_once_and_unregistered_blocks_are_free() -> None:
     pool = BlockPool(4, 16)
     pool.allocate(2)
-    assert pool.register(0, b"x")
-    assert not pool.register(1, b"x")
-    assert not pool.register(0, b"y")
+    assert pool.register([0], [b"x"]) == 1
+    assert pool.register([1], [b"x"]) == 0
+    assert pool.register([0], [b"y"]) == 0
     pool.validate([table(0, 1, num_shared=1)])
     pool.release([0, 1], TABLE)
     pool.unregister([0, 1])
@@ -253,7 +252,7 @@ class PoolMachine(RuleBasedStateMachine):
         block, digest = table.ids[table.num_shared], bytes([content])
         table.num_shared += 1
         fresh = digest not in self.index.values() and block not in self.index
-        assert self.pool.register(block, digest) == fresh
+        assert self.pool.register([block], [digest]) == fresh
         if fresh:
             self.index[block] = digest
 

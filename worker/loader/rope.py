@@ -35,9 +35,9 @@ class RopeConfig:
         plain: NDArray[np.float64] = self.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
         if self.type == "default":
             return plain
-        if self.type == "linear":
-            return plain / self.factor
-        return plain * self._llama3_scale(plain)
+        scale = 1 / self.factor if self.type == "linear" else self._llama3_scale(plain)
+        scaled: NDArray[np.float64] = plain * scale
+        return scaled
 
     def _llama3_scale(self, frequencies: NDArray[np.float64]) -> NDArray[np.float64]:
         """1 for short wavelengths, 1 / factor for long ones, and a ramp between them."""
