@@ -96,6 +96,10 @@ def _welcome(state: SchedulerState, peer: str, now: float) -> Outgoing[Scheduler
     for worker in state.workers.values():
         worker.steady = None
     frontend.pieces, frontend.dirty = [], {}  # the Adds that follow say where each sequence goes on
+    for sequence in state.sequences.values():
+        if sequence.peer == peer and sequence.status is Status.ENDED:  # what no Add names was perhaps acknowledged
+            sequence.end_sent = False
+            mark_dirty(state, sequence)
     state.told_ready = None  # tell the newcomer at once
     header = Header(session=state.session, link=frontend.link)
     return Outgoing(peer, header, Welcome(heartbeat_timeout=state.config.frontend_timeout))

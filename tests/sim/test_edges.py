@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from proto.messages import (
+    Ack,
     Add,
     End,
     FinishReason,
@@ -15,6 +16,7 @@ from proto.messages import (
     SequenceStart,
     TokenFrame,
     int32,
+    int64,
 )
 from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
@@ -66,3 +68,14 @@ def test_an_end_before_the_prompts_logprobs_counts_only_what_was_sent() -> None:
     desk.say(add(1, delivered=1, params=SamplingParams(prompt_logprobs=0), deadline=1.0))
     [end] = ends(desk.wait(2.0))
     assert (end.reason, end.length) == (FinishReason.DEADLINE, 1)
+
+
+def test_an_end_is_told_again_to_a_frontend_that_reconnects() -> None:
+    """Its acknowledgement may be what the old link lost."""
+    desk = Desk()
+    desk.say(add(1, deadline=1.0))
+    [end] = ends(desk.wait(2.0))
+    again = ends(desk.say(FrontendHello(frontend="f")))
+    assert again == [end]
+    desk.say(Ack(sequences=int64([1])))
+    assert not desk.state.sequences
