@@ -17,7 +17,7 @@ def create(state: SchedulerState, sequence: Sequence, cause: str, now: float) ->
     state.sequences[sequence.key] = sequence
     sequence.tenant_index = state.tenants.enter(sequence.tenant)
     if sequence.deadline_at is not None:
-        heappush(state.deadlines, (sequence.deadline_at, sequence.uid, sequence))
+        heappush(state.deadlines, (sequence.deadline_at, sequence.uid, sequence.key))
     _enqueue(state, sequence, cause, now)
 
 

@@ -77,8 +77,9 @@ def check_frontends(state: SchedulerState, now: float) -> None:
 def check_deadlines(state: SchedulerState, now: float) -> None:
     """End what is past its deadline, queued or running."""
     while state.deadlines and state.deadlines[0][0] <= now:
-        _, _, sequence = heappop(state.deadlines)
-        if sequence.status in (Status.WAITING, Status.RUNNING):
+        _, uid, key = heappop(state.deadlines)
+        sequence = state.sequences.get(key)
+        if sequence is not None and sequence.uid == uid:
             message = "the request's deadline passed"
             end(state, sequence, FinishReason.DEADLINE, now, cause="deadline", message=message)
 

@@ -183,7 +183,7 @@ class SchedulerState:
         self.sequences: dict[tuple[str, int], Sequence] = {}
         self.tenants = Tenants()
         self.waiting = WaitingQueue(self.tenants)
-        self.deadlines: list[tuple[float, int, Sequence]] = []  # heap
+        self.deadlines: list[tuple[float, int, tuple[str, int]]] = []  # heap of (when, uid, key)
         self.fingerprint = ""
         self.last_uid = 0
         self.last_link = 0

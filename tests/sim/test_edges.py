@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 from proto.messages import (
@@ -20,7 +22,7 @@ from proto.messages import (
 )
 from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
-from scheduler.events import Event, FromFrontend, Tick
+from scheduler.events import Event, FromFrontend, PeerLost, Tick
 from scheduler.state import SchedulerState
 
 
@@ -79,3 +81,12 @@ def test_an_end_is_told_again_to_a_frontend_that_reconnects() -> None:
     assert again == [end]
     desk.say(Ack(sequences=int64([1])))
     assert not desk.state.sequences
+
+
+def test_a_deadline_keeps_no_forgotten_sequence_in_memory() -> None:
+    desk = Desk()
+    desk.say(add(1, deadline=1000.0))
+    kept = weakref.ref(desk.state.sequences["f", 1].tokens)
+    desk.tell(PeerLost("f"))
+    gc.collect()
+    assert kept() is None
