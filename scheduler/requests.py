@@ -189,10 +189,10 @@ def _never_fits(state: SchedulerState, add: Add) -> str | None:
 
 def _overload(state: SchedulerState, add: Add, count: int) -> tuple[RefusalCode, str, float] | None:
     config = state.config
-    tokens = count * len(add.prompt_ids)
-    full = len(state.waiting) + count > config.max_queued_requests
-    if not full and (not state.waiting or state.waiting_tokens + tokens <= config.max_queued_tokens):
-        return None
+    tokens = state.waiting_tokens + count * len(add.prompt_ids)
+    full = len(state.waiting) + count > config.max_queued_requests or tokens > config.max_queued_tokens
+    if not (state.waiting and full):
+        return None  # an empty queue takes any one request: else the same one would be refused for ever
     waits = state.waiting_tokens / state.tokens_per_second if state.tokens_per_second else MIN_RETRY_AFTER
     retry_after = min(MAX_RETRY_AFTER, max(MIN_RETRY_AFTER, waits))
     message = f"the queue is full: {len(state.waiting)} sequences with {state.waiting_tokens} tokens wait"

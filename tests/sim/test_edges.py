@@ -14,6 +14,7 @@ from proto.messages import (
     FrontendHello,
     FrontendToScheduler,
     Header,
+    Refused,
     SamplingParams,
     SequenceStart,
     TokenFrame,
@@ -90,3 +91,9 @@ def test_a_deadline_keeps_no_forgotten_sequence_in_memory() -> None:
     desk.tell(PeerLost("f"))
     gc.collect()
     assert kept() is None
+
+
+def test_more_choices_than_the_queue_holds_are_served_when_nothing_waits() -> None:
+    desk = Desk(max_queued_requests=2)
+    assert not [frame for frame in desk.say(add(1, 2, 3)) if isinstance(frame, Refused)]
+    assert [frame for frame in desk.say(add(4)) if isinstance(frame, Refused)]
