@@ -11,6 +11,11 @@ COPY signalbox requirements.lock requirements-dev.lock ./
 RUN SIGNALBOX_TORCH=${TORCH} ./signalbox install
 COPY pyproject.toml README.md LICENSE ./
 RUN .venv/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+# The native CPU engine is compiled here: the last stage needs no compiler.
+RUN command -v g++ || (apt-get update -qq && apt-get install -y -qq --no-install-recommends g++)
+COPY proto proto
+COPY worker worker
+RUN .venv/bin/python -m worker.cpu.native.build
 
 FROM ${BASE_IMAGE}
 RUN mkdir -p /run/signalbox /var/lib/signalbox && chown 10001:10001 /run/signalbox && chmod 0700 /run/signalbox
@@ -22,6 +27,7 @@ COPY kvpool kvpool
 COPY scheduler scheduler
 COPY worker worker
 COPY services services
+COPY --from=build /app/worker/cpu/native/build worker/cpu/native/build
 RUN .venv/bin/python -m compileall -q proto kvpool scheduler worker services
 ENV PATH=/app/.venv/bin:$PATH \
     HOME=/tmp \

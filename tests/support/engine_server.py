@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from services import status
+from services.processes import PARENT_VARIABLE
 
 START_LIMIT = 100.0  # seconds; machines that run tests are busy
 STOP_LIMIT = 20.0
@@ -49,8 +50,10 @@ class Service:
             command += ["--" + option.replace("_", "-"), str(value)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SIGNALBOX_")}
         with self.log.open("ab") as log:
+            # Tied to this process, so that a test run that is killed leaves nothing behind.
+            tied = {PARENT_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=log, env={**environment, "OMP_NUM_THREADS": "1"}, start_new_session=True
+                command, stdout=log, stderr=log, env={**environment, **tied}, start_new_session=True
             )
 
     def signal(self, number: signal.Signals) -> None:
