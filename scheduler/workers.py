@@ -73,8 +73,6 @@ def lose(state: SchedulerState, worker: Worker, cause: str, now: float, *, died:
     _orphan_all(state, worker, cause, now)
     del state.workers[worker.peer]
     state.totals.worker_losses += 1
-    if not state.workers:
-        state.fingerprint = ""
     _note_usable(state, now)
 
 
@@ -117,6 +115,8 @@ def _hello(state: SchedulerState, peer: str, hello: WorkerHello, now: float) -> 
         return [Outgoing(peer, known.header(state.session), Reset())]
     if known is not None:
         lose(state, known, "the worker said hello again", now, died=False)
+    if state.fingerprint not in ("", hello.fingerprint):
+        _change_weights(state, now)
     state.fingerprint = hello.fingerprint
     state.last_link += 1
     worker = Worker.join(peer, hello, state.config, state.last_link, now)
@@ -128,7 +128,7 @@ def _hello(state: SchedulerState, peer: str, hello: WorkerHello, now: float) -> 
 
 def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:
     """Why the scheduler does not want this worker, or None."""
-    if state.fingerprint and hello.fingerprint != state.fingerprint:
+    if state.workers and hello.fingerprint != state.fingerprint:
         return (
             f"its fingerprint {hello.fingerprint} differs from {state.fingerprint}: all workers of one scheduler "
             "must serve the same weights with the same dtype and block size"
@@ -137,6 +137,15 @@ def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:
     if kinds != ["full"]:
         return f"KV groups {kinds} are not served yet, only one of kind 'full'"
     return None
+
+
+def _change_weights(state: SchedulerState, now: float) -> None:
+    """No worker is left of those with the old fingerprint: what they began ends, what waits begins on the new ones."""
+    for sequence in list(state.waiting):
+        sequence.digests = []
+        if len(sequence.tokens) > sequence.num_prompt or sequence.logprobs:
+            message = "the model was replaced while this sequence was being answered"
+            end(state, sequence, FinishReason.WEIGHTS_CHANGED, now, cause="other weights", message=message)
 
 
 def _confirm(state: SchedulerState, worker: Worker) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from proto.messages import (
@@ -23,8 +24,9 @@ from proto.messages import (
 )
 from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
-from scheduler.events import Event, FromFrontend, PeerLost, Tick
+from scheduler.events import Event, FromFrontend, FromWorker, PeerLost, Tick
 from scheduler.state import SchedulerState
+from tests.sim.sim_worker import SimWorker
 
 
 class Desk:
@@ -97,3 +99,21 @@ def test_more_choices_than_the_queue_holds_are_served_when_nothing_waits() -> No
     desk = Desk(max_queued_requests=2)
     assert not [frame for frame in desk.say(add(1, 2, 3)) if isinstance(frame, Refused)]
     assert [frame for frame in desk.say(add(4)) if isinstance(frame, Refused)]
+
+
+def hello(name: str, fingerprint: str) -> FromWorker:
+    return FromWorker(name, Header(), replace(SimWorker(name).hello(), fingerprint=fingerprint))
+
+
+def test_what_began_on_other_weights_ends_and_what_has_not_begun_is_served() -> None:
+    desk = Desk()
+    desk.tell(hello("w0", "old"))
+    desk.say(add(1))
+    started = SequenceStart(sequence=2, seed=2, output_ids=int32([5]), delivered=11)
+    desk.say(replace(add(2), sequences=(started,)))
+    desk.tell(PeerLost("w0"))
+    assert ends(desk.tell(hello("w1", "old"))) == []
+    desk.tell(PeerLost("w1"))
+    found = ends(desk.tell(hello("w2", "new")))
+    assert [(end.sequence, end.reason, end.length) for end in found] == [(2, FinishReason.WEIGHTS_CHANGED, 11)]
+    assert [one.handle for one in desk.state.waiting] == [1]
