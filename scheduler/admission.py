@@ -163,6 +163,9 @@ def _adopt(builder: PlanBuilder, sequence: Sequence) -> tuple[list[int], int, in
         own = worker.pool.allocate(1)
         if own is None:
             raise SchedulerError(f"no block to copy to: {sequence.tell()}")
-        builder.copies.append(Copy(group=0, source=int(batch.blocks[source.row, whole]), target=own[0]))
+        block = int(batch.blocks[source.row, whole])
+        # Copies of one plan have no order: one from a block that this plan fills by a copy goes back to its origin.
+        block = next((copy.source for copy in builder.copies if copy.target == block), block)
+        builder.copies.append(Copy(group=0, source=block, target=own[0]))
         blocks += own
     return blocks, whole, last

@@ -95,8 +95,10 @@ class SimWorker:
             assert join.row not in self.rows, "a row is taken"
             assert 0 <= join.row < self.max_rows, "a row outside the batch"
             self.rows[join.row] = SimRow(join, join.tokens.tolist(), join.computed, join.blocks[0].tolist())
+        targets = {entry.target for entry in plan.entries if isinstance(entry, Copy)}
         for copy in plan.entries:
             assert isinstance(copy, Copy)
+            assert copy.source not in targets, "copies have no order among each other"
             for slot in range(self.block_size):
                 content = self.memory.get((copy.source, slot))
                 if content is not None:

@@ -7,6 +7,8 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from proto.messages import (
     Ack,
     Add,
@@ -27,6 +29,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.events import Event, FromFrontend, FromWorker, PeerLost, Tick
 from scheduler.state import SchedulerState
 from tests.sim.sim_worker import SimWorker
+from tests.sim.test_sharing import assert_outputs, make_world, run_all, sequence, submit_group
 
 
 class Desk:
@@ -117,3 +120,15 @@ def test_what_began_on_other_weights_ends_and_what_has_not_begun_is_served() -> 
     found = ends(desk.tell(hello("w2", "new")))
     assert [(end.sequence, end.reason, end.length) for end in found] == [(2, FinishReason.WEIGHTS_CHANGED, 11)]
     assert [one.handle for one in desk.state.waiting] == [1]
+
+
+@pytest.mark.parametrize("length", [60, 64])
+def test_a_fork_of_a_sibling_that_joins_in_the_same_plan(length: int) -> None:
+    world, frontend = make_world(num_blocks=200)
+    members = [sequence(handle, list(range(length))) for handle in (1, 2)]
+    fork = sequence(3, list(range(length)))
+    submit_group(frontend, members)
+    submit_group(frontend, [fork], parent=2)
+    run_all(world, frontend, [*members, fork])
+    assert_outputs([*members, fork])
+    world.assert_no_leaks()
