@@ -140,7 +140,7 @@ def _take(state: SchedulerState, builder: PlanBuilder, sequence: Sequence) -> No
     stay = admit(state, sequence, worker, builder.now, blocks=blocks, shared=shared, computed=computed)
     if state.config.prefix_caching and sequence.reads_cache and len(sequence.tokens) - computed > 1:
         digests = sequence.prefix_digests(sequence.tokens, worker.pool.block_size, worker.weights_version)
-        for digest in digests[len(blocks) :]:
+        for digest in digests[len(blocks) : sequence.num_prompt // worker.pool.block_size]:
             worker.computing.setdefault(digest, stay.number)
     builder.join(stay)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -132,3 +133,21 @@ def test_a_fork_of_a_sibling_that_joins_in_the_same_plan(length: int) -> None:
     run_all(world, frontend, [*members, fork])
     assert_outputs([*members, fork])
     world.assert_no_leaks()
+
+
+def test_equal_sequences_resume_without_waiting_for_each_other() -> None:
+    """Output blocks enter the index only when a row is left; nobody may wait for one that is still running."""
+    world, frontend = make_world(block_size=4)
+    first = sequence(1, list(range(30)), output=300)
+    second = sequence(2, list(range(30)), output=300)
+    second.seed = first.seed
+    for one in (first, second):
+        world.at(0.0, partial(frontend.submit, one))
+    world.run(lambda: len(second.outputs) > 40)
+    world.kill_worker("w0")
+    world.add_worker("w1", num_blocks=400, block_size=4, max_rows=32)
+    world.run(lambda: "w1" in world.state.workers and world.state.workers["w1"].num_running > 0)
+    begin = world.now
+    world.run(lambda: world.state.workers["w1"].num_running == 2)
+    assert world.now - begin < 1.0
+    run_all(world, frontend, [first, second])
