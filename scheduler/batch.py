@@ -56,6 +56,7 @@ class RowBatch:
         self.told = np.zeros(max_rows, np.int32)
         self.shared = np.zeros(max_rows, np.int32)
         self.registered = np.zeros(max_rows, np.int32)  # prompt positions below it are in the prefix index, or never
+        self.charged = np.zeros(max_rows, np.int32)  # prompt positions below it were charged to the tenant
         self.sent = np.zeros(max_rows, np.int32)
         self.handle = np.zeros(max_rows, np.int64)
         self.link = np.zeros(max_rows, np.int64)  # of the frontend
@@ -83,6 +84,7 @@ class RowBatch:
         self.held[row] = self.told[row] = len(blocks)
         self.shared[row] = shared
         self.registered[row] = computed
+        self.charged[row] = sequence.charged
         self.sent[row] = sequence.sent
         self.handle[row] = sequence.handle
         self.link[row] = sequence.link
@@ -98,6 +100,7 @@ class RowBatch:
             raise RuntimeError(f"row {row} holds no sequence")
         stay.sequence.tokens = self.tokens[row, : self.known[row]].copy()
         stay.sequence.sent = int(self.sent[row])
+        stay.sequence.charged = int(self.charged[row])
         stay.told = int(self.told[row])
         stay.ids = self.block_ids(row)
         self.stays[row] = None

@@ -70,10 +70,12 @@ def _advance_columns(state: SchedulerState, worker: Worker, flight: Flight, resu
     sampled = flight.rows[owners[fresh]]
     batch.tokens[sampled, batch.known[sampled]] = result.tokens[fresh]
     batch.known[sampled] += 1
-    prompt = np.maximum(0, np.minimum(retired, batch.num_prompt[rows]) - flight.starts[current])
-    state.totals.prompt_tokens += int(prompt.sum())
+    prompt_end = np.minimum(retired, batch.num_prompt[rows])
+    state.totals.prompt_tokens += int(np.maximum(0, prompt_end - flight.starts[current]).sum())
     state.totals.generation_tokens += len(sampled)
-    state.tenants.charge(batch.tenant[rows], PROMPT_WEIGHT, prompt)
+    uncharged = np.maximum(0, prompt_end - np.maximum(batch.charged[rows], flight.starts[current]))
+    batch.charged[rows] = np.maximum(batch.charged[rows], prompt_end)
+    state.tenants.charge(batch.tenant[rows], PROMPT_WEIGHT, uncharged)
     state.tenants.charge(batch.tenant[sampled], OUTPUT_WEIGHT, 1)
     filled = rows[(flight.starts[current] < batch.num_prompt[rows]) & (result.finite[current] != 0)]
     for row in filled.tolist():

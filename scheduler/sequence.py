@@ -80,6 +80,7 @@ class Sequence:
     worker: str = ""
     bypassed: int = 0  # sequences that were admitted while this one did not fit
     cached: int = 0  # prompt tokens that were not computed
+    charged: int = 0  # prompt positions below it were charged to the tenant, and are not again after a preemption
     held_since: float | None = None  # since when it waits for a block that another row computes
     end: End | None = None
     end_sent: bool = False
@@ -110,6 +111,7 @@ class Sequence:
             sent=start.delivered,
             logprobs_base=max(base, start.delivered),
             lone_deaths=add.deaths,
+            charged=num_prompt if len(start.output_ids) else 0,
         )
 
     @property

@@ -151,3 +151,27 @@ def test_equal_sequences_resume_without_waiting_for_each_other() -> None:
     world.run(lambda: world.state.workers["w1"].num_running == 2)
     assert world.now - begin < 1.0
     run_all(world, frontend, [first, second])
+
+
+def test_a_prompt_is_charged_to_its_tenant_once() -> None:
+    world, frontend = make_world(num_blocks=40)
+    for handle, tenant in ((1, "a"), (2, "b")):
+        one = sequence(handle, [handle] * 100, output=60)
+        frontend.sequences[handle] = one
+        start = SequenceStart(sequence=handle, seed=one.seed, output_ids=int32(), delivered=100)
+        params = SamplingParams(temperature=1.0)
+        frontend.send(
+            Add(
+                request_id=tenant,
+                prompt_ids=int32(one.prompt),
+                params=params,
+                max_length=160,
+                sequences=(start,),
+                tenant=tenant,
+            )
+        )
+    world.run(lambda: all(len(one.outputs) > 20 for one in frontend.sequences.values()))
+    world.kill_worker("w0")
+    world.add_worker("w1", num_blocks=40, block_size=16, max_rows=32)
+    run_all(world, frontend, list(frontend.sequences.values()))
+    assert world.state.tenants.served[:2].tolist() == [100 + 2 * 60] * 2
