@@ -86,7 +86,7 @@ def end(
     sequence.end = End(
         sequence=sequence.handle,
         reason=reason,
-        length=len(sequence.tokens),
+        length=sequence.visible(len(sequence.tokens)),
         stop_id=stop_id,
         cached=sequence.cached,
         message=message,
