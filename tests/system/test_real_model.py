@@ -18,7 +18,9 @@ PROMPT = "The capital of France is"
 def server(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -> Iterator[EngineServer]:
     """SmolLM2-135M-Instruct; requests call it `tiny`, as they do every model of these engines."""
     with EngineServer(
-        tmp_path_factory.mktemp("real"), default_model_path, worker_options={"kv_cache_memory": "128MiB", "threads": 2}
+        tmp_path_factory.mktemp("real"),
+        default_model_path,
+        worker_options={"dtype": "float32", "kv_cache_memory": "128MiB", "threads": 2},
     ) as server:
         yield server
 

@@ -169,10 +169,11 @@ template <int FORMAT, int P>
 void tiles(const Op& op, const Activations& in, int tokens, int panel, int first, int last) {
   for (int token = first; token < last; token += TILE) {
     const int count = std::min(TILE, last - token);
-    if (token == first) {
+    // A last panel by itself is seldom: it does not need code of its own.
+    if (P < PANELS || token == first) {
       tile_of<FORMAT, P, true>(op, in, tokens, panel, token, count);
     } else {
-      tile_of<FORMAT, P, false>(op, in, tokens, panel, token, count);
+      tile_of<FORMAT, P, (P < PANELS)>(op, in, tokens, panel, token, count);
     }
   }
 }
