@@ -108,6 +108,7 @@ class PlanBuilder:
         )
         samples = self._note_issued(plan, rows)
         outgoing = self._record(plan, samples, batch.stay[rows], batch.told[rows])
+        worker.steady = None  # an older one has not counted this plan
         if len(rows) and samples.all() and len(rows) == worker.num_running and not self.joins:
             worker.steady = find_steady(batch, rows, [f.link for f in self.state.frontends.values()])
         return outgoing
