@@ -25,10 +25,9 @@ def root_digest(weights_version: int, adapter: str, salt: str) -> bytes:
 def extend_digests(digests: list[bytes], root: bytes, tokens: Int32, block_size: int) -> None:
     """Append the digests of all full blocks of `tokens` (int32, the whole sequence) that `digests` lacks."""
     parent = digests[-1] if digests else root
-    data = tokens.tobytes()
-    width = 4 * block_size
-    for index in range(len(digests), len(tokens) // block_size):
-        parent = blake2b(parent + data[index * width : (index + 1) * width], digest_size=DIGEST_BYTES).digest()
+    for begin in range(len(digests) * block_size, len(tokens) - block_size + 1, block_size):
+        content = tokens[begin : begin + block_size].tobytes()
+        parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
 
 
