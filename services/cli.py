@@ -245,6 +245,17 @@ def bench_scheduler(
     raise typer.Exit(measurement.main(steps=steps, json=json))
 
 
+@bench_app.command()
+def kernels(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Measure this machine's limits, and the share of them that each of the CPU engine's kernels reaches."""
+    from services.bench import kernels as measurement
+
+    measurement.main(json=json)
+
+
 def _is_for_people(error: Exception) -> bool:
     """Whether an error is one line for the person at the terminal: a typed ValueError of our packages."""
     return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in OUR_PACKAGES

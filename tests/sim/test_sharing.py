@@ -10,6 +10,9 @@ import pytest
 
 from proto.messages import Add, SamplingParams, SequenceStart, int32
 from scheduler.config import SchedulerConfig
+from services.bench.simulated_worker import WorkerModel
+from services.bench.simulation import Simulation
+from services.bench.workload import Request
 from tests.sim.sim_worker import expected_output
 from tests.sim.world import FrontendNode, SimSequence, World
 
@@ -161,21 +164,19 @@ def test_prefix_caching_off_keeps_nothing() -> None:
 
 
 def test_stragglers_leave_no_row_empty_while_any_request_waits() -> None:
-    world, frontend = make_world(SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512), num_blocks=2000)
-    lengths = [50, 120, 240, 1024]
-    for handle in range(1, 65):
-        one = sequence(handle, [handle] * 64, output=lengths[handle % 4])
-        world.at(0.0, partial(frontend.submit, one))
-    state = world.state
-    busy = rows = 0
-    last = -1
-    while not (world.now > 1 and world.finished()):
-        world.step()
-        if len(state.waiting) and state.totals.plans != last:
-            last = state.totals.plans
-            busy += state.num_running
-            rows += 8
-    assert busy / rows >= 0.98
+    """Time-weighted row occupancy over 8 rows, 64 requests of four very different lengths."""
+    outputs = (50, 120, 240, 1024)
+    requests = [
+        Request(arrival=0.0, num_prompt=64, num_output=outputs[n % 4], max_tokens=outputs[n % 4]) for n in range(64)
+    ]
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=512, prefix_caching=False)
+    simulation = Simulation(config, WorkerModel(max_rows=8), requests)
+    busy = total = 0.0
+    for duration in simulation.run():
+        if simulation.state.waiting:
+            busy += duration * simulation.state.num_running
+            total += duration * 8
+    assert busy / total >= 0.98
 
 
 def test_tenants_share_the_engine_fairly() -> None:

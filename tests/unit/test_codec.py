@@ -138,7 +138,7 @@ def test_malformed_frames_name_what_is_wrong(data: bytes, problem: str) -> None:
         ("Add", [3, 16], 1, "Add.params: SamplingParams has 16 fields, not 17"),
         ("Add", [5, 0, 3], 99, "Add.sequences[0].delivered: 99 is beyond 2 known tokens"),
         ("Add", [5, 0], 99, "Add.sequences[0]: must be the fields of SequenceStart (array), not int"),
-        ("Add", [10], "soon", "Add.deadline: must be a number, not str"),
+        ("Add", [11], "soon", "Add.deadline: must be a number, not str"),
         ("StepPlan", [2, 0], 5, "StepPlan.entries[0]: must be an array of tag and fields, not int"),
         ("StepPlan", [2, 0], [9, []], "StepPlan.entries[0]: unknown tag 9"),
         ("StepPlan", [2, 0, 1, 1], "x", "StepPlan.entries[0].Copy.source: must be an integer, not str"),
