@@ -99,8 +99,7 @@ def _welcome(state: SchedulerState, peer: str, now: float) -> Outgoing[Scheduler
     frontend.pieces, frontend.dirty = [], {}  # the Adds that follow say where each sequence goes on
     for sequence in state.sequences.values():
         if sequence.peer == peer and sequence.status is Status.ENDED:  # what no Add names was perhaps acknowledged
-            sequence.end_sent = False
-            mark_dirty(state, sequence)
+            _tell_again(state, sequence)
     state.told_ready = None  # tell the newcomer at once
     header = Header(session=state.session, link=frontend.link)
     return Outgoing(peer, header, Welcome(heartbeat_timeout=state.config.frontend_timeout))
@@ -147,6 +146,11 @@ def _attach(state: SchedulerState, frontend: Frontend, sequence: Sequence, start
         worker = state.workers[sequence.worker]
         worker.batch.link[sequence.row] = frontend.link
         worker.steady = None
+    _tell_again(state, sequence)
+
+
+def _tell_again(state: SchedulerState, sequence: Sequence) -> None:
+    """What its frontend has not had, or may have lost, with the next frame."""
     sequence.end_sent = False
     mark_dirty(state, sequence)
 
@@ -204,6 +208,7 @@ def _abort(state: SchedulerState, frontend: Frontend, message: Abort, now: float
         sequence = state.sequences.get((frontend.peer, handle))
         if sequence is not None:
             end(state, sequence, FinishReason.ABORTED, now, cause="aborted by the client")
+            _tell_again(state, sequence)
 
 
 def _finish(state: SchedulerState, frontend: Frontend, message: Finish, now: float) -> None:

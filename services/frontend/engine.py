@@ -217,12 +217,12 @@ class EngineClient:
         self._session = header.session
         self._header = Header(session=header.session, link=header.link)
         self._last_frame = 0
-        if self._aborted:
-            self._send(Abort(sequences=int64(sorted(self._aborted))))
         self._tell_all()
 
     def _tell_all(self) -> None:
-        """Attach to everything open, or make a new scheduler go on with it."""
+        """Attach to everything open, or make a new scheduler go on with it; abort again what has not been confirmed."""
+        if self._aborted:
+            self._send(Abort(sequences=int64(sorted(self._aborted))))
         now = self._loop.time()
         for stream in dict.fromkeys(stream for stream, _ in self._streams.values()):
             self._send(stream.resume(now))
@@ -267,6 +267,7 @@ class EngineClient:
     def _refuse(self, refused: Refused) -> None:
         error = RequestRefused(refused.code, refused.message, refused.retry_after)
         closed = [self._close(handle) for handle in refused.sequences.tolist()]
+        self._aborted.difference_update(refused.sequences.tolist())  # the scheduler does not hold them
         for stream in {stream for stream in closed if stream is not None}:
             self.abort_stream(stream)  # what it did not name
             stream.refuse(error)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from proto.messages import (
+    Abort,
     Ack,
     Add,
     End,
@@ -175,3 +176,12 @@ def test_a_prompt_is_charged_to_its_tenant_once() -> None:
     world.add_worker("w1", num_blocks=40, block_size=16, max_rows=32)
     run_all(world, frontend, list(frontend.sequences.values()))
     assert world.state.tenants.served[:2].tolist() == [100 + 2 * 60] * 2
+
+
+def test_an_abort_is_confirmed_as_often_as_it_comes() -> None:
+    """The frame with the first confirmation may be what was lost."""
+    desk = Desk()
+    desk.say(add(1))
+    for _ in range(2):
+        [end] = ends(desk.say(Abort(sequences=int64([1]))))
+        assert end.reason is FinishReason.ABORTED
