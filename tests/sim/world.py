@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import count
 
+from proto.codec import SCHEDULER_TO_FRONTEND, SCHEDULER_TO_WORKER, decode, encode
 from proto.messages import (
     Abort,
     Ack,
@@ -22,6 +23,7 @@ from proto.messages import (
     FrontendHello,
     Header,
     Heartbeat,
+    Message,
     Phase,
     Refused,
     Reset,
@@ -43,6 +45,8 @@ from scheduler.state import SchedulerState
 from tests.sim.sim_worker import EOS, SimWorker
 
 VALIDATE_EVERY = 3  # a fault in the books stays there, and the proof costs more than the step
+
+TO_PEERS = (*SCHEDULER_TO_FRONTEND, *SCHEDULER_TO_WORKER)
 
 
 @dataclass
@@ -308,12 +312,13 @@ class World:
         self.link_times[link] = arrival
         heapq.heappush(self.queue, (arrival, next(self.order), action))
 
-    def _send(self, peer: str, header: Header, message: object) -> None:
+    def _send(self, peer: str, header: Header, message: Message) -> None:
         node = self.workers.get(peer) or self.frontends.get(peer)
         lossy = isinstance(message, (StepPlan, TokenFrame))
         if node is None or (lossy and self.random.random() < self.loss):
             return
-        self._post(("out", peer), lambda: node.receive(header, message))
+        frame = encode(header, message)  # as it is now: its columns may be views of the scheduler's
+        self._post(("out", peer), lambda: node.receive(*decode(frame, TO_PEERS, len(frame))))
 
     # --- running --------------------------------------------------------------------------------------------------
 
