@@ -25,7 +25,7 @@ from scheduler.metrics import metrics
 from scheduler.sequence import LogprobEntry, Sequence
 from scheduler.state import Frontend, SchedulerState
 
-MAX_FRAME_TOKENS = 65_536  # a frame holds so many tokens at most; the rest follows in the next one
+MAX_FRAME_TOKENS = 65_536  # a frame holds so many tokens and ends at most; the rest follows in the next one
 
 Frames = list[Outgoing[SchedulerToFrontend]]
 
@@ -147,7 +147,8 @@ def _drain_dirty(state: SchedulerState, frontend: Frontend) -> tuple[list[_Range
             if sequence.end is not None and not sequence.end_sent:
                 ends.append(sequence.end)
                 sequence.end_sent = True
-        if room == 0:
+                room -= 1
+        if room <= 0:
             break
     return ranges, ends
 

@@ -185,3 +185,11 @@ def test_an_abort_is_confirmed_as_often_as_it_comes() -> None:
     for _ in range(2):
         [end] = ends(desk.say(Abort(sequences=int64([1]))))
         assert end.reason is FinishReason.ABORTED
+
+
+def test_more_ends_than_a_frame_holds_come_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.delivery.MAX_FRAME_TOKENS", 4)
+    desk = Desk()
+    desk.say(add(*range(1, 11), deadline=1.0))
+    frames = [frame for frame in desk.wait(2.0) if isinstance(frame, TokenFrame)]
+    assert [len(frame.ends) for frame in frames] == [4, 4, 2]
