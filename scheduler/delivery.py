@@ -65,10 +65,9 @@ def _beat_header(state: SchedulerState, frontend: Frontend) -> Header:
 
 def _beat(state: SchedulerState, frontend: Frontend, ready: bool, values: dict[str, float]) -> SchedulerBeat:
     totals = dict(state.departed_counters)
-    for other in state.frontends.values():
-        if other is not frontend:
-            for name, value in other.counters.items():
-                totals[name] = totals.get(name, 0.0) + value
+    others = [other.counters for other in state.frontends.values() if other is not frontend]
+    for counters in (*state.departed.values(), *others):
+        add_counters(totals, counters)
     return SchedulerBeat(
         ready=ready,
         reason=_reason(state),
@@ -77,6 +76,12 @@ def _beat(state: SchedulerState, frontend: Frontend, ready: bool, values: dict[s
         metrics=values,
         frontend_totals=totals,
     )
+
+
+def add_counters(totals: dict[str, float], counters: dict[str, float]) -> None:
+    """Add each counter to the total of its name."""
+    for name, value in counters.items():
+        totals[name] = totals.get(name, 0.0) + value
 
 
 def _reason(state: SchedulerState) -> str:

@@ -21,7 +21,7 @@ from proto.messages import (
     Welcome,
     int64,
 )
-from scheduler.delivery import cursor, move_cursor
+from scheduler.delivery import add_counters, cursor, move_cursor
 from scheduler.events import FromFrontend, Outgoing
 from scheduler.lifecycle import create, end, forget, mark_dirty
 from scheduler.sequence import Sequence, Status
@@ -29,6 +29,7 @@ from scheduler.state import Frontend, SchedulerState
 
 MIN_RETRY_AFTER = 1.0
 MAX_RETRY_AFTER = 60.0
+MAX_DEPARTED = 64  # frontends whose counters are kept apart, for they may only have been cut off
 
 Replies = list[Outgoing[SchedulerToFrontend]]
 
@@ -63,8 +64,9 @@ def lose_frontend(state: SchedulerState, frontend: Frontend, cause: str, now: fl
         end(state, sequence, FinishReason.ABORTED, now, cause=cause)
         forget(state, sequence, cause, now)
     del state.frontends[frontend.peer]
-    for name, value in frontend.counters.items():
-        state.departed_counters[name] = state.departed_counters.get(name, 0.0) + value
+    state.departed[frontend.peer] = frontend.counters
+    if len(state.departed) > MAX_DEPARTED:
+        add_counters(state.departed_counters, state.departed.pop(next(iter(state.departed))))
 
 
 def check_frontends(state: SchedulerState, now: float) -> None:
@@ -93,6 +95,7 @@ def _welcome(state: SchedulerState, peer: str, now: float) -> Outgoing[Scheduler
     frontend = state.frontends.get(peer)
     if frontend is None:
         frontend = state.frontends[peer] = Frontend(peer, state.last_link, now)
+        frontend.counters = state.departed.pop(peer, {})
     frontend.link, frontend.last_seen, frontend.next_number = state.last_link, now, 1
     for worker in state.workers.values():
         worker.steady = None

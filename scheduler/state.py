@@ -195,7 +195,8 @@ class SchedulerState:
         self.told_ready: bool | None = None
         self.recheck = False  # workers changed: what waits may not fit any more
         self.tokens_per_second = 0.0  # smoothed over plans
-        self.departed_counters: dict[str, float] = {}  # of frontends that are gone
+        self.departed: dict[str, dict[str, float]] = {}  # counters of frontends that may come back, by link identity
+        self.departed_counters: dict[str, float] = {}  # the sum of those before
         self.totals = Totals()
 
     # --- queries --------------------------------------------------------------------------------------------------

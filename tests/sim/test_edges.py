@@ -16,11 +16,13 @@ from proto.messages import (
     Add,
     End,
     FinishReason,
+    FrontendBeat,
     FrontendHello,
     FrontendToScheduler,
     Header,
     Refused,
     SamplingParams,
+    SchedulerBeat,
     SequenceStart,
     TokenFrame,
     int32,
@@ -193,3 +195,16 @@ def test_more_ends_than_a_frame_holds_come_in_several(monkeypatch: pytest.Monkey
     desk.say(add(*range(1, 11), deadline=1.0))
     frames = [frame for frame in desk.wait(2.0) if isinstance(frame, TokenFrame)]
     assert [len(frame.ends) for frame in frames] == [4, 4, 2]
+
+
+def test_counters_of_a_frontend_that_was_cut_off_count_once() -> None:
+    desk = Desk()
+    beat = FrontendBeat(counters={"x_total": 5.0})
+    desk.say(beat)
+    for back in (False, True):
+        desk.tell(PeerLost("f"))
+        if back:
+            desk.say(FrontendHello(frontend="f"))
+            desk.say(beat)
+        frames = desk.tell(FromFrontend(f"g{back}", Header(), FrontendHello(frontend="g")))
+        assert [f.frontend_totals for f in frames if isinstance(f, SchedulerBeat)][-1] == {"x_total": 5.0}
