@@ -20,6 +20,8 @@ MAX_STOP_LENGTH = 1024
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_IDS = 1024
+MAX_ALLOWED_IDS = 2**18  # more than vocabularies have
+LEAST_REPETITION_PENALTY = 1e-6  # below it logits could leave float32
 MAX_TEMPLATE_ARGUMENTS = 16
 
 
@@ -61,6 +63,8 @@ Biases = Annotated[dict[str, Bias], BeforeValidator(_biases)]
 RequestId = Annotated[str, AfterValidator(_request_id)]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+# Fails at the first wrong one: a report of each would take a body's worth of errors, and seconds.
+AllowedIds = Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -93,14 +97,14 @@ class Body(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=LEAST_REPETITION_PENALTY, le=100)] | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     stop: Stops | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     logit_bias: Biases | None = None
-    allowed_token_ids: Annotated[list[int], Field(min_length=1)] | None = None
+    allowed_token_ids: AllowedIds | None = None
     prompt_logprobs: LogprobCount | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # the same for byte-wise decoding; accepted for clients

@@ -108,6 +108,8 @@ def check_model(body: object, limits: Limits) -> None:
     if not isinstance(body, dict):
         raise ValidationFailed("the body must be a JSON object")
     name = body.get("model")
+    if name is not None and not isinstance(name, str):
+        raise ValidationFailed("model must be text", "model")
     if isinstance(name, str) and not limits.model.answers_to(name):
         raise ValidationFailed(
             f"model {name[:100]!r} does not exist; this server has {limits.model.id!r}",
@@ -221,6 +223,14 @@ def _sampling(parsed: Body, limits: Limits, logprobs: int, prompt_logprobs: int)
     temperature = chosen(parsed.temperature, advised.temperature, 1.0)
     biases = parsed.logit_bias or {}
     bias_ids = _ids([int(id) for id in biases], size, "logit_bias")
+    eos_ids = () if parsed.ignore_eos else advised.eos_token_ids
+    stop_ids = _ids(parsed.stop_token_ids or (), size, "stop_token_ids")
+    allowed_ids = tuple(sorted(set(_ids(parsed.allowed_token_ids or (), size, "allowed_token_ids"))))
+    if parsed.min_tokens and allowed_ids and set(allowed_ids) <= {*eos_ids, *stop_ids}:
+        raise ValidationFailed(
+            "allowed_token_ids holds only tokens that end the answer, which min_tokens rules out; allow another one",
+            "allowed_token_ids",
+        )
     return SamplingParams(
         temperature=0.0 if temperature < GREEDY_BELOW else float(temperature),
         top_k=max(0, int(chosen(parsed.top_k, advised.top_k, 0))),
@@ -230,11 +240,11 @@ def _sampling(parsed: Body, limits: Limits, logprobs: int, prompt_logprobs: int)
         frequency_penalty=float(parsed.frequency_penalty or 0.0),
         repetition_penalty=float(chosen(parsed.repetition_penalty, advised.repetition_penalty, 1.0)),
         min_tokens=parsed.min_tokens or 0,
-        eos_ids=() if parsed.ignore_eos else advised.eos_token_ids,
-        stop_ids=_ids(parsed.stop_token_ids or (), size, "stop_token_ids"),
+        eos_ids=eos_ids,
+        stop_ids=stop_ids,
         bias_ids=bias_ids,
         bias_values=tuple(float(value) for value in biases.values()),
-        allowed_ids=tuple(sorted(set(_ids(parsed.allowed_token_ids or (), size, "allowed_token_ids")))),
+        allowed_ids=allowed_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from proto.checks import check
 from services.frontend.schema import CHAT_LACKING, COMPLETION_LACKING
@@ -178,6 +179,7 @@ def test_the_alias_is_the_same_model() -> None:
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"frequency_penalty": -2.5}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-320}, "repetition_penalty"),
         ({"seed": 2**63}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
         ({"seed": 1.5}, "seed"),
@@ -193,6 +195,9 @@ def test_the_alias_is_the_same_model() -> None:
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
         ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [3, None, "x"]}, "allowed_token_ids.1"),
+        ({"allowed_token_ids": [3] * (2**18 + 1)}, "allowed_token_ids"),
+        ({"allowed_token_ids": [2, 5], "stop_token_ids": [5], "min_tokens": 1}, "allowed_token_ids"),
         ({"logit_bias": {str(VOCAB_SIZE): 5}}, "logit_bias"),
         ({"logit_bias": {"-1": 5}}, "logit_bias"),
         ({"logit_bias": {"AI": -100}}, "logit_bias"),
@@ -233,6 +238,26 @@ def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
         assert param.partition(".")[0] in error.message
         assert "\n" not in error.message
         assert len(error.message) < 300
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [2, 5], "stop_token_ids": [5]},
+        {"allowed_token_ids": [2, 5], "min_tokens": 1},
+        {"allowed_token_ids": [2], "min_tokens": 1, "ignore_eos": True},
+    ],
+)
+def test_some_allowed_id_may_follow(fields: dict[str, Any]) -> None:
+    assert completion(**fields).params.allowed_ids == tuple(fields["allowed_token_ids"])
+
+
+def test_a_list_of_nothing_but_wrong_ids_is_refused_at_its_first() -> None:
+    with pytest.raises(ValidationFailed) as caught:
+        completion(allowed_token_ids=[None] * 2**18)
+    cause = caught.value.__context__
+    assert isinstance(cause, ValidationError)
+    assert cause.error_count() == 1
 
 
 @pytest.mark.parametrize(
