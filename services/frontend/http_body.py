@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import orjson
@@ -9,6 +10,7 @@ from aiohttp import web
 
 from services.frontend.request import ValidationFailed
 
+LARGE = 2**18  # bytes
 MAX_EXPLAINED = 2**18  # bytes that may be decoded a second time to explain what is wrong
 
 
@@ -19,12 +21,30 @@ async def read_json(request: web.Request) -> object:
     """
     if request.content_type != "application/json":
         raise ValidationFailed("set the header Content-Type: application/json", "content-type", 415)
-    data = await request.read()
     try:
-        body: object = orjson.loads(data)
+        data = await request.read()
+    except web.RequestPayloadError as error:
+        raise ValidationFailed(f"the body cannot be read: {' '.join(str(error).split())[:200]}") from None
+    try:
+        return decoded(data)
     except orjson.JSONDecodeError as error:
         raise _bad_json(data, error) from None
-    return body
+
+
+def decoded(data: bytes) -> object:
+    """What the JSON says. Raises orjson.JSONDecodeError.
+
+    While a large body is decoded the collector rests: it would look at each of millions of new lists many times.
+    """
+    resting = len(data) > LARGE and gc.isenabled()
+    if resting:
+        gc.disable()
+    try:
+        body: object = orjson.loads(data)
+        return body
+    finally:
+        if resting:
+            gc.enable()
 
 
 def _bad_json(data: bytes, error: orjson.JSONDecodeError) -> ValidationFailed:

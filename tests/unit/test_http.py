@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import io
 from typing import Any
 
+import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proto.messages import FinishReason, RefusalCode
 from services.frontend.http import build_app
+from services.frontend.http_body import decoded
 from services.frontend.types import RequestRefused
 from services.settings import ByteSize, FrontendSettings
 from tests.support.fake_engine import FakeEngine, fake_context
@@ -221,6 +225,7 @@ async def test_cached_tokens_are_told() -> None:
         ("/tokenize", {"prompt": [5]}, 400, "prompt"),
         ("/detokenize", {"tokens": [-5]}, 400, "tokens"),
         ("/detokenize", {"tokens": "x"}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5], "model": 5}, 400, "model"),
         ("/v1/embeddings", {}, 404, None),
     ],
 )
@@ -254,6 +259,32 @@ async def test_bodies_that_are_no_json(data: bytes, param: str | None, words: st
             error = error_of(await response.json())
             assert (response.status, error["param"]) == (400, param)
             assert words in error["message"]
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_does_not_unpack_is_refused(encoding: str) -> None:
+    async with http_front(fake_context(FakeEngine(S1))) as front:
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        async with front.post(COMPLETIONS, data=io.BytesIO(b"\xff" * 100), headers=headers) as response:
+            assert response.status == 400
+            assert encoding in error_of(await response.json())["message"]
+
+
+@pytest.mark.parametrize("end", [b"[]]", b"[}"])
+def test_the_collector_rests_while_a_large_body_is_decoded(end: bytes) -> None:
+    phases: list[str] = []
+
+    def note(phase: str, _info: dict[str, int]) -> None:
+        phases.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        with contextlib.suppress(orjson.JSONDecodeError):
+            decoded(b"[" + b"[]," * 200_000 + end)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(phases) <= 2  # one, when it may go on
+    assert gc.isenabled()
 
 
 async def test_a_body_that_is_too_large_is_413() -> None:
