@@ -85,10 +85,7 @@ class EngineClient:
         """End what is open as unavailable and leave the scheduler."""
         self.beats.cancel()
         await asyncio.gather(self.beats, return_exceptions=True)
-        handles = list(self._streams)
         self._end_open("the frontend is shutting down")
-        if handles:
-            self._send(Abort(sequences=int64(handles)))
         self._header = None
         self._link.stop()
 
@@ -297,9 +294,12 @@ class EngineClient:
                 self._end_open(f"the engine was not reachable for {self._recovery_timeout:g} s")
 
     def _end_open(self, why: str) -> None:
-        if self._streams:
-            log.warning("ending open requests", why=why, open=len(self._streams))
+        """Also tells the scheduler, which may only be stopped and go on later, on the same link."""
+        if not self._streams:
+            return
+        log.warning("ending open requests", why=why, open=len(self._streams))
         self._aborted.update(self._streams)
+        self._send(Abort(sequences=int64(list(self._streams))))
         streams = {stream for stream, _ in self._streams.values()}
         self._streams.clear()
         self._idle.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -159,6 +160,31 @@ async def test_a_scheduler_that_stays_away_ends_streams(run_dir):
         with pytest.raises(RequestRefused, match="no scheduler answers") as refused:
             client.submit(add(client))
         assert refused.value.code is RefusalCode.UNAVAILABLE
+
+
+async def test_a_scheduler_that_was_only_stopped_hears_what_was_given_up(run_dir, monkeypatch):
+    runner, go_on = SimRunner(), threading.Event()
+    with scheduler_thread(run_dir) as scheduler, worker_thread(run_dir, runner):
+        async with client_of(run_dir, recovery_timeout=0.8) as client:
+            await until(lambda: client.ready)
+            runner.hold.clear()
+            stream = client.submit(add(client, 200))
+            await until(lambda: scheduler.state.sequences)
+            step = scheduler.step
+
+            def stopped(longest: float) -> None:
+                assert go_on.wait(30)
+                step(longest)
+
+            monkeypatch.setattr(scheduler, "step", stopped)
+            try:
+                _, ends = await collect_rest(stream)
+                assert [end.reason for end in ends] == [FinishReason.UNAVAILABLE]
+                go_on.set()
+                await until(lambda: not scheduler.state.sequences)  # the worker has not answered
+            finally:
+                go_on.set()
+                runner.hold.set()
 
 
 async def test_abort_gives_the_blocks_back(run_dir):
