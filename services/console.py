@@ -40,12 +40,17 @@ class Sampling:
 
 
 def running_server() -> str:
-    """The URL of the newest frontend of this user that lives on this machine, else the default address."""
+    """The URL of this user's frontend on this machine, else the default address; ClientError when there are several
+    and none has the default address: which one is meant must be said."""
     folders = [folder for folder in runtime_base().glob("signalbox-*") if folder.is_dir()]
     found = [entry for folder in folders for entry in status.read_all(folder) if entry.service == "frontend"]
     living = [entry for entry in found if entry.alive and "http" in entry.addresses]
-    newest = max(living, key=lambda entry: entry.started, default=None)
-    return f"http://{newest.addresses['http'] if newest else DEFAULT_HTTP}"
+    addresses = sorted({entry.addresses["http"] for entry in living})
+    if not addresses or str(DEFAULT_HTTP) in addresses:
+        return f"http://{DEFAULT_HTTP}"
+    if len(addresses) > 1:
+        raise ClientError(f"several servers run: {', '.join(addresses)}; choose one with --url http://HOST:PORT")
+    return f"http://{addresses[0]}"
 
 
 class Client:

@@ -30,7 +30,7 @@ class Device(StrEnum):
 
 
 class DType(StrEnum):
-    """The number format that a worker computes in. auto: float32 on a CPU."""
+    """The number format that a worker computes in. auto, on a CPU: weights as stored."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -251,7 +251,7 @@ class EngineSettings(ModelSettings, BatchSettings):
     """How a worker computes."""
 
     device: Annotated[Device, "Where the worker computes."] = Device.AUTO
-    dtype: Annotated[DType, "The number format it computes in; auto: float32 on a CPU."] = DType.AUTO
+    dtype: Annotated[DType, "The number format it computes in; auto, on a CPU: weights as stored."] = DType.AUTO
     block_size: Annotated[int, "Token slots in one KV block, a power of two.", Bounds(1, 1024)] = 16
     kv_cache_memory: Annotated[ByteSize, "Memory for the KV blocks of one worker: 512MiB, 2GiB or bytes.", POSITIVE] = (
         DEFAULT_KV_CACHE

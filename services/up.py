@@ -37,6 +37,8 @@ from services.settings import (
     runtime_base,
 )
 from services.supervisor import Child, Supervisor
+from worker.cpu.native import build as native
+from worker.cpu.native.errors import NativeUnavailable
 
 POLL_INTERVAL = 0.05  # seconds between two looks at /ready
 STOP_ORDER = ("frontend", "worker", "scheduler")
@@ -55,6 +57,7 @@ def run(settings: UpSettings) -> int:
     check_addresses(settings)
     with Progress() as progress:
         model = find_model(settings.model, progress)
+        build_engine(progress)
         with run_folder(settings.run_dir) as run_dir:
             effective = dataclasses.replace(
                 settings, run_dir=run_dir, model=str(model), served_model_name=settings.api_name
@@ -87,6 +90,14 @@ def find_model(model: str, progress: Progress) -> Path:
     if model in store.KNOWN_MODELS:  # also checks one that is there
         store.pull(model, progress.update)
     return Path(store.resolve(model))
+
+
+def build_engine(progress: Progress) -> None:
+    """Compile the CPU engine when that was never done. Where it cannot be, the workers run torch and say why."""
+    if native.built() is None:
+        progress.update("compiling the CPU engine, once")
+        with suppress(NativeUnavailable):
+            native.library()
 
 
 @contextmanager
@@ -203,8 +214,9 @@ def introduction(settings: UpSettings, addresses: dict[str, str]) -> str:
         f'{{"model": "{settings.api_name}", "stream": true, "max_tokens": 64, '
         '"messages": [{"role": "user", "content": "What is a signal box?"}]}'
     )
-    names = [field.name for field in ordered_fields(UpSettings) if field.name not in ("http", "grpc", "run_dir")]
-    told = "  ".join(f"{flag_of(name)} {getattr(settings, name)}" for name in names)
+    values = {field.name: getattr(settings, field.name) for field in ordered_fields(UpSettings)}
+    hidden = ("http", "grpc", "run_dir", "served_model_name")
+    told = "  ".join(f"{flag_of(n)} {v}" for n, v in values.items() if n not in hidden and v is not None)
     lines = [
         "",
         f"Signalbox serves {settings.api_name}",

@@ -21,7 +21,8 @@ class WorkerConfig:
     device: str = "auto"
     """auto, cpu or cuda; auto is the CPU in this version."""
     dtype: str = "auto"
-    """Number format of weights, activations and KV: auto, float32 or bfloat16; auto is float32 on a CPU."""
+    """Number format of weights, activations and KV: auto, float32 or bfloat16; auto, on a CPU: weights as
+    stored, activations and KV in float32."""
     block_size: int = 16
     """Token slots in one KV block."""
     kv_cache_memory: int = 512 * 2**20

@@ -77,12 +77,17 @@ async def test_no_server_is_told() -> None:
         await asyncio.wait_for(console.generate("http://127.0.0.1:9", "", ["x"], SAMPLING), 10)
 
 
-def test_the_newest_living_frontend_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_frontend_that_lives_here_is_found_and_of_several_none_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert console.running_server() == "http://127.0.0.1:8000"
     status.publish(tmp_path / "signalbox-up-x", "frontend", "0", addresses={"http": "127.0.0.1:8123"})
     status.publish(tmp_path / "signalbox-up-x", "scheduler", "0")
     assert console.running_server() == "http://127.0.0.1:8123"
+    status.publish(tmp_path / "signalbox-up-y", "frontend", "0", addresses={"http": "127.0.0.1:8124"})
+    with pytest.raises(console.ClientError, match=r"127.0.0.1:8123, 127.0.0.1:8124; choose one with --url"):
+        console.running_server()
+    status.publish(tmp_path / "signalbox-up-z", "frontend", "0", addresses={"http": "127.0.0.1:8000"})
+    assert console.running_server() == "http://127.0.0.1:8000"
 
 
 def test_progress_is_a_line_for_each_change_that_is_more_than_a_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from proto.messages import Float32, Int32
 from worker.cpu.native.records import BLOCK, KEY_LANES, Activations, address
+from worker.errors import ConfigError
 from worker.loader.config import ModelConfig
 
 # Most rows whose logits are held at once; a step with more takes several rounds of the head part.
@@ -63,7 +64,14 @@ class KVBlocks:
         self.padded_dim = -(-config.head_dim // KEY_LANES) * KEY_LANES
         size = config.num_kv_heads * block_size * self.padded_dim
         shape = (2 * config.num_layers, num_blocks, size)
-        self.blocks = np.frombuffer(large_pages(math.prod(shape) * 4), np.float32).reshape(shape)
+        try:
+            memory = large_pages(math.prod(shape) * 4)
+        except (OSError, MemoryError) as error:
+            gigabytes = math.prod(shape) * 4 / 2**30
+            raise ConfigError(
+                f"--kv-cache-memory: {gigabytes:.1f} GiB cannot be had from this machine ({error}); ask for less"
+            ) from error
+        self.blocks = np.frombuffer(memory, np.float32).reshape(shape)
 
     def layer(self, index: int) -> tuple[int, int]:
         """Addresses of one layer's keys and values."""

@@ -42,13 +42,17 @@ def check_cpu() -> None:
 def library() -> Path:
     """The built library; builds it when there is none for these sources. NativeUnavailable says what is missing."""
     check_cpu()
-    for folder in (PREBUILT, _cache()):
-        if (built := _find(folder)) is not None:
-            return built
+    if (found := built()) is not None:
+        return found
     compiler = _compiler()
     if compiler is None:
         raise NativeUnavailable("no C++ compiler was found: install g++, or name one in CXX")
     return build(compiler, _cache())
+
+
+def built() -> Path | None:
+    """The library of these sources, if it has been built."""
+    return _find(PREBUILT) or _find(_cache())
 
 
 def build(compiler: str, folder: Path) -> Path:
