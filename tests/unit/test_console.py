@@ -77,7 +77,9 @@ async def test_no_server_is_told() -> None:
         await asyncio.wait_for(console.generate("http://127.0.0.1:9", "", ["x"], SAMPLING), 10)
 
 
-def test_the_frontend_that_lives_here_is_found_and_of_several_none_is_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_frontend_that_lives_here_is_found_and_of_several_none_is_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert console.running_server() == "http://127.0.0.1:8000"
     status.publish(tmp_path / "signalbox-up-x", "frontend", "0", addresses={"http": "127.0.0.1:8123"})
