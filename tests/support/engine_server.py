@@ -41,6 +41,7 @@ class Service:
     name: str
     options: Options
     log: Path
+    cpu_engine: str = "auto"
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -51,7 +52,7 @@ class Service:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SIGNALBOX_")}
         with self.log.open("ab") as log:
             # Tied to this process, so that a test run that is killed leaves nothing behind.
-            tied = {PARENT_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1"}
+            tied = {PARENT_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1", "SIGNALBOX_CPU_ENGINE": self.cpu_engine}
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env={**environment, **tied}, start_new_session=True
             )
@@ -94,7 +95,8 @@ class Answer:
 class EngineServer:
     """`with EngineServer(folder, model) as server:` has a scheduler, one worker and one frontend, ready.
 
-    scheduler, worker, frontend: options of the services. model: its folder or file.
+    scheduler, worker, frontend: options of the services. model: its folder or file. cpu_engine: torch, the slower
+    one, for answers that must last until somebody has interrupted them.
     """
 
     folder: Path
@@ -103,6 +105,7 @@ class EngineServer:
     worker_options: Options = field(default_factory=dict)
     frontend_options: Options = field(default_factory=dict)
     workers: int = 1
+    cpu_engine: str = "auto"
     services: dict[str, Service] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -119,7 +122,8 @@ class EngineServer:
             given |= {"model": self.model, "threads": 1, "kv_cache_memory": "16MiB"}
         if kind == "frontend":
             given |= {"model": self.model, "http": "127.0.0.1:0", "grpc": "127.0.0.1:0", "served_model_name": "tiny"}
-        service = Service(kind, name, given | dict(options), self.folder / f"{name}.log")
+        log = self.folder / f"{name}.log"
+        service = Service(kind, name, given | dict(options), log, cpu_engine=self.cpu_engine)
         self.services[name] = service
         return service
 

@@ -20,5 +20,5 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[EngineServer]:
     """One engine with default settings for tests that leave it as they found it."""
-    with EngineServer(tmp_path_factory.mktemp("engine"), tiny_model) as server:
+    with EngineServer(tmp_path_factory.mktemp("engine"), tiny_model, cpu_engine="torch") as server:
         yield server

@@ -20,7 +20,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
     """An engine that may be away for a minute before its clients are told."""
     options = {"recovery_timeout": 60}
     folder = tmp_path_factory.mktemp("recovery")
-    with EngineServer(folder, tiny_model, scheduler_options=options, frontend_options=options) as server:
+    patience = {"scheduler_options": options, "frontend_options": options}
+    with EngineServer(folder, tiny_model, cpu_engine="torch", **patience) as server:
         yield server
 
 

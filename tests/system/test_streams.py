@@ -73,6 +73,7 @@ async def test_after_finishes_stops_and_disconnects_the_pool_is_empty(engine_ser
 
 def test_a_plain_call_that_is_cut_off_is_aborted(engine_server):
     aborted = 'signalbox_sequences_ended_total{reason="aborted"}'
+    wait_for(lambda: idle(engine_server), "the tests before are told of")  # metrics are up to half a second old
     before = engine_server.metric(aborted)
 
     async def cut_off() -> None:
