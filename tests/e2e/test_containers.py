@@ -22,8 +22,8 @@ import pytest
 
 from tests.support.engine_server import wait_for
 
-# One group: a run with several processes builds and starts it all once.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), pytest.mark.xdist_group("containers")]
+# The launcher keeps the tests of a file in one process, so that it is all built and started once.
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 IMAGE = "signalbox:e2e"
 PROJECT = "signalbox-e2e"
