@@ -20,6 +20,7 @@ from services.settings import Address
 from tests.support.fake_engine import FakeEngine, fake_context
 
 LOOPBACK = Address("127.0.0.1", 0)
+WORDS = (" quick", " brown", "\n", "User", ":", " world")  # what the engine answers
 
 
 @dataclass(frozen=True)

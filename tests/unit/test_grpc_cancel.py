@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -11,27 +10,8 @@ import structlog
 
 from proto import signalbox_pb2 as pb
 from proto import signalbox_pb2_grpc as pb_grpc
-from tests.support.fake_engine import FakeEngine
-from tests.support.grpc_front import OpenFront, aborted, ask, collected, failure, grpc_front, submitted
+from tests.support.grpc_front import aborted, ask, collected, failure, submitted
 from tests.support.tiny_tokenizer import ids_of
-
-WORDS = (" quick", " brown", "\n", "User", ":", " world")
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine(ids_of(*WORDS))
-
-
-@pytest.fixture
-async def opened(engine: FakeEngine) -> AsyncIterator[OpenFront]:
-    async with grpc_front(engine) as opened:
-        yield opened
-
-
-@pytest.fixture
-def stub(opened: OpenFront) -> pb_grpc.GenerationServiceStub:
-    return opened.stub
 
 
 async def test_abort_by_id_ends_the_stream_and_may_be_repeated(stub, engine):

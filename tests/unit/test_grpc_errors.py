@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import grpc
 import pytest
 
 from proto import signalbox_pb2 as pb
-from proto import signalbox_pb2_grpc as pb_grpc
 from proto.messages import FinishReason, RefusalCode
 from services.frontend.types import RequestRefused
 from services.settings import ByteSize, FrontendSettings
-from tests.support.fake_engine import FakeEngine, fake_context
-from tests.support.grpc_front import OpenFront, ask, collected, failure, grpc_front
-from tests.support.tiny_tokenizer import ids_of
-
-WORDS = (" quick", " brown", "\n", "User", ":", " world")
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine(ids_of(*WORDS))
-
-
-@pytest.fixture
-async def opened(engine: FakeEngine) -> AsyncIterator[OpenFront]:
-    async with grpc_front(engine) as opened:
-        yield opened
-
-
-@pytest.fixture
-def stub(opened: OpenFront) -> pb_grpc.GenerationServiceStub:
-    return opened.stub
+from tests.support.fake_engine import fake_context
+from tests.support.grpc_front import WORDS, ask, collected, failure, grpc_front
 
 
 @pytest.mark.parametrize(

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from proto import signalbox_pb2 as pb
-from proto import signalbox_pb2_grpc as pb_grpc
 from proto.messages import FinishReason
 from services.frontend.grpc_convert import finish_reason
-from tests.support.fake_engine import FakeEngine, fake_context
-from tests.support.grpc_front import OpenFront, ask, grpc_front
+from tests.support.fake_engine import fake_context
+from tests.support.grpc_front import WORDS, ask, grpc_front
 from tests.support.tiny_tokenizer import END_OF_TEXT, IM_END, ids_of, tiny_served_model
-
-WORDS = (" quick", " brown", "\n", "User", ":", " world")
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine(ids_of(*WORDS))
-
-
-@pytest.fixture
-async def opened(engine: FakeEngine) -> AsyncIterator[OpenFront]:
-    async with grpc_front(engine) as opened:
-        yield opened
-
-
-@pytest.fixture
-def stub(opened: OpenFront) -> pb_grpc.GenerationServiceStub:
-    return opened.stub
 
 
 async def test_stream_and_single_answer_agree(stub):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -12,21 +11,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.frontend.grpc_server import SERVICE, start_grpc
 from services.settings import Address, SettingsError
-from tests.support.fake_engine import FakeEngine, fake_context
-from tests.support.grpc_front import OpenFront, failure, grpc_front
+from tests.support.fake_engine import fake_context
+from tests.support.grpc_front import failure, grpc_front
 
 STATUS = health_pb2.HealthCheckResponse
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
-
-
-@pytest.fixture
-async def opened(engine: FakeEngine) -> AsyncIterator[OpenFront]:
-    async with grpc_front(engine) as opened:
-        yield opened
 
 
 async def test_reflection_lists_the_services(opened):
