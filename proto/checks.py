@@ -81,6 +81,7 @@ def _logprobs(r: m.Logprobs) -> None:
 
 def _sequence_start(r: m.SequenceStart) -> None:
     check_range(r, 1, INT64_MAX, "sequence")
+    check_range(r, 0, INT64_MAX, "parent")
     check_range(r, 0, 2**64 - 1, "seed")
     check_range(r, 1, INT32_MAX, "delivered")
     check_no_negatives(r, "output_ids")
@@ -88,7 +89,7 @@ def _sequence_start(r: m.SequenceStart) -> None:
 
 def _add(r: m.Add) -> None:
     check_names(r, "request_id")
-    check_names(r, "tenant", "adapter", shortest=0)
+    check_names(r, "tenant", "cache_salt", "adapter", shortest=0)
     check_no_negatives(r, "prompt_ids")
     if not len(r.prompt_ids):
         raise CodecError("prompt_ids", "must hold at least one token")

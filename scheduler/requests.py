@@ -134,10 +134,19 @@ def _add(state: SchedulerState, frontend: Frontend, add: Add, now: float) -> Rep
     for start in fresh:
         state.last_uid += 1
         sequence = Sequence.create(frontend.peer, frontend.link, add, start, state.last_uid, now)
-        sequence.source = state.sequences.get((frontend.peer, start.parent)) if start.parent else first
+        sequence.source = _parent(state, sequence, start.parent) or first
         first = first or sequence
         create(state, sequence, "resubmitted" if resumed else "added", now)
     return []
+
+
+def _parent(state: SchedulerState, sequence: Sequence, handle: int) -> Sequence | None:
+    """What it forks from, while that one has KV or will have it, and may share it with this one."""
+    parent = state.sequences.get((sequence.peer, handle))
+    if parent is None or parent.status is Status.ENDED:
+        return None
+    may_share = (parent.tenant, parent.cache_salt) == (sequence.tenant, sequence.cache_salt)
+    return parent if may_share else None
 
 
 def _attach(state: SchedulerState, frontend: Frontend, sequence: Sequence, start: SequenceStart) -> None:

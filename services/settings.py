@@ -272,7 +272,15 @@ class FrontSettings(ModelSettings):
     http: Annotated[Address, "Where the OpenAI HTTP API listens, HOST:PORT."] = DEFAULT_HTTP
     grpc: Annotated[Address, "Where the gRPC API listens, HOST:PORT."] = DEFAULT_GRPC
     served_model_name: Annotated[str, "The model's name in the APIs; empty: the last part of --model."] = ""
+    tenant_header: Annotated[
+        str, "Header (in gRPC: metadata) that names the tenant, set by a gateway that clients cannot pass; empty: none."
+    ] = ""
     max_body: Annotated[ByteSize, "The largest request body that is read.", Bounds(1024)] = DEFAULT_MAX_BODY
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tenant_header and re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,63}", self.tenant_header) is None:
+            raise SettingsError(f"--tenant-header must be the name of a header, not {self.tenant_header!r}")
 
     @property
     def api_name(self) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.frontend.types import Engine, RequestStream
+from services.frontend.types import Engine
 from services.settings import FrontendSettings
 
 if TYPE_CHECKING:
+    from services.frontend.known_requests import KnownRequests
     from services.frontend.prometheus import FrontendMetrics
     from services.frontend.tokenizer import Tokenizer
     from worker.loader.config import ModelConfig
@@ -38,39 +39,6 @@ class ServedModel:
         return name == self.id or name in self.aliases
 
 
-class OpenRequests:
-    """The streams of this process's open requests by request id, so that an abort can name one.
-
-    Clients choose ids, so one id may stand for several streams. generation.generate adds a stream when the
-    engine took it and removes it when it is over.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[str, list[RequestStream]] = {}
-
-    def add(self, request_id: str, stream: RequestStream) -> None:
-        """Make `stream` known under `request_id`."""
-        self._streams.setdefault(request_id, []).append(stream)
-
-    def remove(self, request_id: str, stream: RequestStream) -> None:
-        """Forget `stream`; unknown ones are ignored."""
-        streams = self._streams.get(request_id, [])
-        if stream in streams:
-            streams.remove(stream)
-        if not streams:
-            self._streams.pop(request_id, None)
-
-    def abort(self, request_id: str) -> bool:
-        """Abort all streams of `request_id`; False when there are none. Each still brings its ends."""
-        streams = self._streams.get(request_id, [])
-        for stream in list(streams):
-            stream.abort()
-        return bool(streams)
-
-    def __len__(self) -> int:
-        return sum(map(len, self._streams.values()))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontendContext:
     """Handed to build_app (HTTP) and start_grpc (gRPC).
@@ -85,4 +53,4 @@ class FrontendContext:
     model: ServedModel
     settings: FrontendSettings
     metrics: FrontendMetrics
-    requests: OpenRequests
+    requests: KnownRequests

@@ -54,12 +54,11 @@ async def _run(
     """Submit every prompt and turn what comes back into outputs; always leaves nothing behind in the engine."""
     name = request.request_id or f"{secrets.randbits(64):016x}"
     timers = [context.metrics.timer(began) for _ in choices]
-    streams: list[RequestStream] = []
+    known = context.requests.open(name, request.n, request.tenant, request.cache_salt)
+    streams = known.streams
     try:
         for prompt in prompts:
-            stream = context.engine.submit(_add(context, request, prompt, name, began))
-            streams.append(stream)
-            context.requests.add(name, stream)
+            streams.append(context.engine.submit(_add(context, request, prompt, name, began)))
         context.metrics.prompt_tokens(sum(len(prompt.ids) for prompt in prompts))
         async with aclosing(_merged(streams)) as chunks:
             async for place, chunk in chunks:
@@ -78,9 +77,9 @@ async def _run(
     finally:
         for stream in streams:
             stream.abort()
-            context.requests.remove(name, stream)
         for timer in timers[: len(streams) * request.n]:
             timer.ended(FinishReason.ABORTED)  # unless it ended before
+        context.requests.close(known)
 
 
 def _tell_stop(stream: RequestStream, index: int, choice: Choice, known: int | None) -> int | None:
@@ -100,6 +99,7 @@ def _add(context: FrontendContext, request: GenerateRequest, prompt: PreparedPro
             seed=(seed + index) % SEED_SPACE,
             output_ids=int32(),
             delivered=delivered,
+            parent=prompt.parent,
         )
         for index in range(request.n)
     )
@@ -111,6 +111,8 @@ def _add(context: FrontendContext, request: GenerateRequest, prompt: PreparedPro
         max_length=prompt.max_length,
         sequences=sequences,
         priority=request.priority,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
         deadline=None if request.timeout is None else max(0.0, request.timeout - age),
         age=age,
     )

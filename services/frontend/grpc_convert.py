@@ -36,13 +36,16 @@ PLAIN_FIELDS = (
     "priority",
     "timeout",
     "user",
+    "cache_salt",
 )
 LIST_FIELDS = ("allowed_token_ids", "stop", "stop_token_ids")
 # Names in the body of a chat that this API spells otherwise.
 RENAMED = {"messages": "chat.messages", "top_logprobs": "logprobs"}
 
 
-def validated(message: pb.GenerateRequest, limits: Limits, request_id: str, *, stream: bool) -> GenerateRequest:
+def validated(
+    message: pb.GenerateRequest, limits: Limits, request_id: str, *, stream: bool, tenant: str = ""
+) -> GenerateRequest:
     """The request, judged by the validator that HTTP has too. Raises ValidationFailed with our field names.
 
     request_id: holds when the message has none.
@@ -51,8 +54,8 @@ def validated(message: pb.GenerateRequest, limits: Limits, request_id: str, *, s
         raise ValidationFailed("prompt_logprobs cannot be streamed; call GenerateOnce", "prompt_logprobs")
     try:
         if message.HasField("chat"):
-            return validate_chat(chat_body(message), limits, request_id=request_id, details=True)
-        return validate_completion(completion_body(message), limits, request_id=request_id, details=True)
+            return validate_chat(chat_body(message), limits, request_id=request_id, tenant=tenant, details=True)
+        return validate_completion(completion_body(message), limits, request_id=request_id, tenant=tenant, details=True)
     except ValidationFailed as error:
         raise renamed(error) from None
 
@@ -75,6 +78,10 @@ def completion_body(message: pb.GenerateRequest) -> dict[str, Any]:
         body["prompt"] = message.text
     elif message.HasField("token_ids"):
         body["prompt"] = list(message.token_ids.ids)
+    elif message.HasField("fork"):
+        body["fork"] = {"request_id": message.fork.request_id, "choice": message.fork.choice}
+        if message.fork.HasField("at"):
+            body["fork"]["at"] = message.fork.at
     if message.HasField("logprobs"):
         body["logprobs"] = message.logprobs
     return body

@@ -55,7 +55,7 @@ REFUSALS = {
 }
 
 INVALID_STATUSES = {
-    404: (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
+    404: (grpc.StatusCode.NOT_FOUND, "NOT_FOUND"),
     413: (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_LARGE"),
 }
 
@@ -80,6 +80,8 @@ FAILED_ENDS = {
 def invalid(error: ValidationFailed) -> Failure:
     """A request that the validator did not accept."""
     code, reason = INVALID_STATUSES.get(error.status, (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"))
+    if error.code is not None:
+        reason = error.code.upper()
     return Failure(code=code, reason=reason, message=error.message, field=error.param or "")
 
 

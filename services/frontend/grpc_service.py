@@ -21,6 +21,7 @@ from services.frontend.generation import generate
 from services.frontend.grpc_convert import ResponseMaker, validated
 from services.frontend.grpc_errors import CallFailed, Failure
 from services.frontend.request import GenerateRequest, ValidationFailed, limits_of
+from services.frontend.tenant import tenant_of
 from services.frontend.types import Output, RequestRefused
 
 Call = grpc.aio.ServicerContext[Any, Any]
@@ -66,7 +67,7 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
         async with answered("Abort", call):
             if not message.request_id:
                 raise ValidationFailed("request_id is required: the id of the request to abort", "request_id")
-            self._context.requests.abort(message.request_id)
+            self._context.requests.abort(message.request_id, self._tenant(call))
         return pb.AbortResponse()
 
     async def GetModelInfo(self, message: pb.GetModelInfoRequest, call: Call) -> pb.GetModelInfoResponse:
@@ -85,12 +86,17 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
     def _open(self, message: pb.GenerateRequest, call: Call, *, stream: bool) -> tuple[GenerateRequest, ResponseMaker]:
         """The validated request, whose timeout is the smaller one of its own and the call's."""
         drawn = f"{secrets.randbits(64):016x}"
-        request = validated(message, limits_of(self._context), drawn, stream=stream)
+        tenant = self._tenant(call)
+        request = validated(message, limits_of(self._context), drawn, stream=stream, tenant=tenant)
         structlog.contextvars.bind_contextvars(request_id=request.request_id)
         left: float | None = call.time_remaining()
         if left is not None and left < (request.timeout or MAX_TIMEOUT):
             request = dataclasses.replace(request, timeout=max(left, 0.0))
         return request, ResponseMaker(request, self._context.model.id, self._context.tokenizer)
+
+    def _tenant(self, call: Call) -> str:
+        metadata = {key: value for key, value in call.invocation_metadata() or () if isinstance(value, str)}
+        return tenant_of(self._context.settings.tenant_header.lower(), metadata.get)
 
 
 def failed(output: Output) -> Failure | None:

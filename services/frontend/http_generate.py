@@ -17,6 +17,7 @@ from services.frontend.http_keys import CONTEXT, FINGERPRINT, REQUEST_ID
 from services.frontend.http_shapes import ChatShape, CompletionShape, Shape
 from services.frontend.request import GenerateRequest, Limits, ValidationFailed, limits_of
 from services.frontend.sse import DONE, event, open_stream
+from services.frontend.tenant import tenant_of
 from services.frontend.types import Output, RequestRefused, Usage
 from services.frontend.validate import validate_chat, validate_completion
 
@@ -26,7 +27,9 @@ log = structlog.get_logger()
 class Validator(Protocol):
     """validate_completion or validate_chat."""
 
-    def __call__(self, body: object, limits: Limits, *, request_id: str | None = None) -> GenerateRequest: ...
+    def __call__(
+        self, body: object, limits: Limits, *, request_id: str | None = None, tenant: str = ""
+    ) -> GenerateRequest: ...
 
 
 async def completions(request: web.Request) -> web.StreamResponse:
@@ -41,7 +44,8 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 
 async def _serve(request: web.Request, validate: Validator, kind: type[Shape]) -> web.StreamResponse:
     context = request.app[CONTEXT]
-    parsed = validate(await read_json(request), limits_of(context), request_id=request[REQUEST_ID])
+    tenant = tenant_of(context.settings.tenant_header, request.headers.get)
+    parsed = validate(await read_json(request), limits_of(context), request_id=request[REQUEST_ID], tenant=tenant)
     shape = kind(
         parsed,
         context.tokenizer,

@@ -21,9 +21,11 @@ async def tokenize(request: web.Request) -> web.Response:
         text, field, add_special_tokens = await render_chat(context, chat), "messages", chat.add_special_tokens
     else:
         completion = validate_completion(body, limits_of(context))
-        prompt, *more = completion.prompts
-        if more or not isinstance(prompt, str):
-            raise ValidationFailed("prompt must be one text", "prompt")
+        match completion.prompts:
+            case (str() as prompt,):
+                pass
+            case _:
+                raise ValidationFailed("prompt must be one text", "prompt")
         text, field, add_special_tokens = prompt, "prompt", completion.add_special_tokens
     ids = await encode(context, text, field, add_special_tokens=add_special_tokens)
     spelt = isinstance(body, dict) and body.get("return_token_strs") is True

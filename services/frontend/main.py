@@ -12,10 +12,11 @@ import structlog
 import uvloop
 from aiohttp import web
 
-from services.frontend.context import FrontendContext, OpenRequests, ServedModel
+from services.frontend.context import FrontendContext, ServedModel
 from services.frontend.engine import EngineClient
 from services.frontend.grpc_server import start_grpc
 from services.frontend.http import build_app
+from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
 from services.models import store
@@ -78,7 +79,7 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
         model=model,
         settings=settings,
         metrics=metrics,
-        requests=OpenRequests(),
+        requests=KnownRequests(),
     )
     status_file = StatusFile(run_dir, "frontend", settings.name)
     try:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from services.frontend.chat import chat_template
 from services.frontend.context import FrontendContext
 from services.frontend.request import GenerateRequest, Prompt, ValidationFailed
+from services.frontend.schema import Fork
 
 TEMPLATE_SECONDS = 10.0
 
@@ -15,12 +16,13 @@ TEMPLATE_SECONDS = 10.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPrompt:
     """ids: at least one. max_length: prompt and output tokens of each choice. num_added: leading ids that the
-    tokenizer added to a text. from_text: the client gave text."""
+    tokenizer added to a text. from_text: the client gave text. parent: the open sequence that it forks from, or 0."""
 
     ids: tuple[int, ...]
     max_length: int
     num_added: int
     from_text: bool
+    parent: int = 0
 
 
 async def prepare(context: FrontendContext, request: GenerateRequest) -> list[PreparedPrompt]:
@@ -28,6 +30,8 @@ async def prepare(context: FrontendContext, request: GenerateRequest) -> list[Pr
     if request.chat:
         text = await render_chat(context, request)
         return [await _prepared(context, request, text, "messages")]
+    if request.fork is not None:
+        return [_forked(context, request, request.fork)]
     prepared = []
     for index, prompt in enumerate(request.prompts):
         field = f"prompt[{index}]" if len(request.prompts) > 1 else "prompt"
@@ -81,6 +85,17 @@ async def _prepared(context: FrontendContext, request: GenerateRequest, prompt: 
         max_length=_max_length(context.engine.max_length, request, len(ids), field),
         num_added=num_added,
         from_text=isinstance(prompt, str),
+    )
+
+
+def _forked(context: FrontendContext, request: GenerateRequest, fork: Fork) -> PreparedPrompt:
+    branch = context.requests.branch(fork, request.tenant, request.cache_salt)
+    return PreparedPrompt(
+        ids=branch.ids,
+        max_length=_max_length(context.engine.max_length, request, len(branch.ids), "fork"),
+        num_added=0,
+        from_text=False,
+        parent=branch.parent,
     )
 
 

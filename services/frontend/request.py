@@ -8,6 +8,7 @@ from typing import Any
 
 from proto.messages import SamplingParams
 from services.frontend.context import FrontendContext, ServedModel
+from services.frontend.schema import Fork
 
 Prompt = str | tuple[int, ...]  # text, or token ids
 
@@ -47,11 +48,12 @@ def limits_of(context: FrontendContext) -> Limits:
 class GenerateRequest:
     """What a client asks for, checked and with every default filled in, but not tokenised yet.
 
-    request_id: the client's, or None. Either prompts (each with n choices) or messages (one chat) are set.
+    request_id: the client's, or None. Either prompts (each with n choices), messages (one chat) or a fork is set.
     max_tokens: output tokens of each choice; None fills the context. max_field: the client's own name for it, so that
     not fitting is an error; None when it is a default. min_tokens and the stop ids are in params. details: outputs
     carry their OutputTokens (else `tokens` stays empty, which is cheaper). show_prompt_logprobs: the client asked for
-    prompt_logprobs by name. timeout: seconds from now until the request is given up, or None.
+    prompt_logprobs by name. timeout: seconds from now until the request is given up, or None. tenant: as a trusted
+    gateway named it, else empty.
     ignored_fields: how many unknown fields the body held.
     """
 
@@ -59,6 +61,7 @@ class GenerateRequest:
     request_id: str | None
     prompts: tuple[Prompt, ...] = ()
     messages: tuple[Mapping[str, str], ...] = ()
+    fork: Fork | None = None
     template_arguments: Mapping[str, Any]
     add_generation_prompt: bool = True
     add_special_tokens: bool
@@ -77,5 +80,7 @@ class GenerateRequest:
     include_usage: bool
     continuous_usage: bool
     priority: int
+    tenant: str
+    cache_salt: str
     timeout: float | None
     ignored_fields: int

@@ -23,6 +23,7 @@ MAX_STOP_IDS = 1024
 MAX_ALLOWED_IDS = 2**18  # more than vocabularies have
 LEAST_REPETITION_PENALTY = 1e-6  # below it logits could leave float32
 MAX_TEMPLATE_ARGUMENTS = 16
+MAX_SALT = 256
 
 
 def _as_list(value: object) -> object:
@@ -65,6 +66,7 @@ Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # Fails at the first wrong one: a report of each would take a body's worth of errors, and seconds.
 AllowedIds = Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)]
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -75,6 +77,19 @@ class StreamOptions(BaseModel):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+
+class Fork(BaseModel):
+    """Go on from a point of another request: its prompt and the first `at` output tokens of its choice `choice`.
+
+    at: all tokens that have come so far when it is absent.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    request_id: RequestId
+    choice: Annotated[int, Field(ge=0, le=INT32_MAX)] = 0
+    at: Count | None = None
 
 
 class Body(BaseModel):
@@ -113,12 +128,14 @@ class Body(BaseModel):
     timeout: Seconds | None = None
     deadline: Seconds | None = None
     user: str | None = None
+    cache_salt: Salt | None = None
 
 
 class CompletionBody(Body):
     """`POST /v1/completions`. The prompt is checked by hand: it has four shapes, and may be long."""
 
     prompt: Any = None
+    fork: Fork | None = None
     echo: bool | None = None
     logprobs: LogprobCount | None = None
 
@@ -150,7 +167,6 @@ COMMON_LACKING: dict[str, tuple[object, ...]] = {
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "truncate_prompt_tokens": (),
-    "cache_salt": (),
     "return_tokens_as_token_ids": (False,),
     "return_token_ids": (False,),
     "logits_processors": ([],),
@@ -159,11 +175,7 @@ COMMON_LACKING: dict[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "lora_request": (),
     "prompt_embeds": (),
-}
-COMPLETION_LACKING = COMMON_LACKING | {"suffix": ("",), "messages": (), "top_logprobs": ()}
-CHAT_LACKING = COMMON_LACKING | {
-    "prompt": (),
-    "echo": (False,),
+    "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -182,3 +194,10 @@ CHAT_LACKING = COMMON_LACKING | {
     "documents": ([],),
     "mm_processor_kwargs": ({},),
 }
+COMPLETION_LACKING = COMMON_LACKING | {
+    "messages": (),
+    "top_logprobs": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+}
+CHAT_LACKING = COMMON_LACKING | {"prompt": (), "fork": (), "echo": (False,)}

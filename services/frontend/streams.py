@@ -72,6 +72,7 @@ class Choice:
         if self.ended or end.length > self.delivered:
             return False
         self.ended = True
+        del self.output[max(0, end.length - self.num_prompt) :]
         if self.finish is not None and end.reason in (FinishReason.STOP, FinishReason.LENGTH):
             end = replace(end, length=self.finish[0], reason=self.finish[1], stop_id=-1)
         self.end = end
@@ -132,6 +133,17 @@ class Stream:
     def open(self) -> list[Choice]:
         """Choices without a terminal event."""
         return [choice for choice in self.choices if not choice.ended]
+
+    def outputs(self, index: int) -> list[int]:
+        """See RequestStream."""
+        choice = self.choices[index]
+        if choice.finish is None:
+            return choice.output
+        return choice.output[: max(0, choice.finish[0] - choice.num_prompt)]
+
+    def is_open(self, index: int) -> bool:
+        """See RequestStream."""
+        return not self.choices[index].ended
 
     def resume(self, now: float) -> Add:
         """The Add that makes a scheduler go on with what is open."""

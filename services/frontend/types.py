@@ -6,7 +6,7 @@ HTTP and gRPC fronts only format.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,16 @@ class RequestStream(Protocol):
     """
 
     def __aiter__(self) -> AsyncIterator[Chunk]: ...
+
+    @property
+    def add(self) -> Add:
+        """What was submitted."""
+
+    def outputs(self, index: int) -> Sequence[int]:
+        """Output tokens of choice `index` that have come in so far and count."""
+
+    def is_open(self, index: int) -> bool:
+        """Whether choice `index` has no terminal event yet."""
 
     def finish(self, index: int, length: int, reason: FinishReason) -> None:
         """Choice `index` ends at `length` tokens (a stop string was found); its End still arrives as a Chunk."""

@@ -41,11 +41,12 @@ B = TypeVar("B", bound=Body)
 
 
 def validate_completion(
-    body: object, limits: Limits, *, request_id: str | None = None, details: bool = False
+    body: object, limits: Limits, *, request_id: str | None = None, tenant: str = "", details: bool = False
 ) -> GenerateRequest:
-    """A completion from text or token ids. Raises ValidationFailed.
+    """A completion from text, token ids or a fork. Raises ValidationFailed.
 
-    request_id: of the transport (x-request-id); the body's own goes first. details: outputs shall carry tokens.
+    request_id: of the transport (x-request-id); the body's own goes first. tenant: of the transport too, which
+    the caller trusts. details: outputs shall carry tokens.
     """
     parsed, ignored = _parse(CompletionBody, body, COMPLETION_LACKING, limits)
     max_tokens, max_field = _max_tokens(parsed)
@@ -53,12 +54,16 @@ def validate_completion(
         raise ValidationFailed(f"{max_field} must be at least 1; 0 is for echo", max_field)
     if parsed.stream and parsed.prompt_logprobs is not None:
         raise ValidationFailed("prompt_logprobs cannot be streamed; leave out stream", "prompt_logprobs")
+    forks = parsed.fork is not None
+    if forks and parsed.prompt is not None:
+        raise ValidationFailed("fork takes the place of prompt; give one of them", "fork")
     logprobs = -1 if parsed.logprobs is None else parsed.logprobs
     asked = -1 if parsed.prompt_logprobs is None else parsed.prompt_logprobs
     prompt_logprobs = max(asked, logprobs) if parsed.echo else asked
     return GenerateRequest(
         chat=False,
-        prompts=_prompts(parsed.prompt, limits),
+        prompts=() if forks else _prompts(parsed.prompt, limits),
+        fork=parsed.fork,
         template_arguments={},
         add_special_tokens=parsed.add_special_tokens is not False,
         max_tokens=DEFAULT_COMPLETION_TOKENS if max_tokens is None else max_tokens,
@@ -66,12 +71,12 @@ def validate_completion(
         echo=parsed.echo is True,
         show_prompt_logprobs=asked >= 0,
         details=details or logprobs >= 0 or prompt_logprobs >= 0,
-        **_common(parsed, limits, request_id, ignored, logprobs, prompt_logprobs),
+        **_common(parsed, limits, request_id, tenant, ignored, logprobs, prompt_logprobs),
     )
 
 
 def validate_chat(
-    body: object, limits: Limits, *, request_id: str | None = None, details: bool = False
+    body: object, limits: Limits, *, request_id: str | None = None, tenant: str = "", details: bool = False
 ) -> GenerateRequest:
     """A chat completion. Raises ValidationFailed. Parameters as in `validate_completion`."""
     parsed, ignored = _parse(ChatBody, body, CHAT_LACKING, limits)
@@ -99,7 +104,7 @@ def validate_chat(
         max_field=max_field,
         show_prompt_logprobs=prompt_logprobs >= 0,
         details=details or logprobs >= 0 or prompt_logprobs >= 0,
-        **_common(parsed, limits, request_id, ignored, logprobs, prompt_logprobs),
+        **_common(parsed, limits, request_id, tenant, ignored, logprobs, prompt_logprobs),
     )
 
 
@@ -180,7 +185,13 @@ def _max_tokens(parsed: Body) -> tuple[int | None, str | None]:
 
 
 def _common(
-    parsed: Body, limits: Limits, request_id: str | None, ignored: int, logprobs: int, prompt_logprobs: int
+    parsed: Body,
+    limits: Limits,
+    request_id: str | None,
+    tenant: str,
+    ignored: int,
+    logprobs: int,
+    prompt_logprobs: int,
 ) -> dict[str, Any]:
     """What both kinds of request share."""
     n = parsed.n or 1
@@ -208,6 +219,8 @@ def _common(
         "include_usage": options is not None and options.include_usage is True,
         "continuous_usage": options is not None and options.continuous_usage_stats is True,
         "priority": parsed.priority or 0,
+        "tenant": tenant,
+        "cache_salt": parsed.cache_salt or "",
         "timeout": parsed.timeout if parsed.deadline is None else parsed.deadline,
         "ignored_fields": ignored,
     }

@@ -45,7 +45,7 @@ def run_all(world: World, frontend: FrontendNode, members: list[SimSequence]) ->
     world.run(lambda: all(member.end for member in members) and world.finished())
 
 
-def submit_group(frontend: FrontendNode, members: list[SimSequence], parent: int = 0) -> None:
+def submit_group(frontend: FrontendNode, members: list[SimSequence], parent: int = 0, **fields: str) -> None:
     """One Add with n sequences, as an n > 1 request."""
     for member in members:
         frontend.sequences[member.handle] = member
@@ -55,7 +55,9 @@ def submit_group(frontend: FrontendNode, members: list[SimSequence], parent: int
     )
     prompt, limit = int32(members[0].prompt), members[0].max_length
     params = SamplingParams(temperature=1.0)
-    frontend.send(Add(request_id="group", prompt_ids=prompt, params=params, max_length=limit, sequences=starts))
+    frontend.send(
+        Add(request_id="group", prompt_ids=prompt, params=params, max_length=limit, sequences=starts, **fields)
+    )
 
 
 def assert_outputs(members: list[SimSequence]) -> None:
@@ -95,11 +97,30 @@ def test_a_fork_of_a_running_sequence_computes_nothing_again() -> None:
     at = 100 + 37
     child = sequence(2, parent.prompt + parent.outputs[:37], output=20)
     submit_group(frontend, [child], parent=1)
+    worker = next(iter(world.state.workers.values()))
+    world.run(lambda: worker.num_running == 2)
+    rows = {stay.sequence.handle: stay.row for stay in worker.batch.stays if stay is not None}
+    tables = {handle: worker.batch.block_ids(row) for handle, row in rows.items()}
+    assert tables[2][: at // 16] == tables[1][: at // 16]
+    assert worker.pool.used == len(tables[1]) + len(tables[2]) - at // 16
     run_all(world, frontend, [parent, child])
     assert_outputs([child])
     assert world.state.totals.prompt_tokens == computed + 1  # the last known token, for its logits
     assert child.end is not None
     assert child.end.cached == at - 1
+
+
+@pytest.mark.parametrize("fields", [{"tenant": "other"}, {"cache_salt": "other"}])
+def test_a_fork_adopts_nothing_from_another_tenant_or_salt(fields: dict[str, str]) -> None:
+    world, frontend = make_world()
+    parent = sequence(1, list(range(100)), output=200)
+    world.at(0.0, partial(frontend.submit, parent))
+    world.run(lambda: len(parent.outputs) >= 20)
+    children = [sequence(handle, parent.prompt + parent.outputs[:10], output=20) for handle in (2, 3)]
+    submit_group(frontend, children, parent=1, **fields)
+    run_all(world, frontend, [parent, *children])
+    assert_outputs(children)
+    assert [child.end and child.end.cached for child in children] == [0, 109]  # siblings share with each other
 
 
 def test_a_second_turn_reads_the_first_ones_blocks() -> None:

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from proto.messages import Add, End, FinishReason
-from services.frontend.context import FrontendContext, OpenRequests, ServedModel
+from services.frontend.context import FrontendContext, ServedModel
+from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
 from services.frontend.types import Chunk, RequestRefused, TokenLogprob
@@ -23,16 +24,26 @@ def fake_logprob(add: Add, token: int, alternatives: int) -> TokenLogprob:
 
 
 class FakeStream:
-    """Plays `outputs[i]` for choice i, as many tokens per chunk as the engine says, choices in turn."""
+    """Plays `script[i]` for choice i, as many tokens per chunk as the engine says, choices in turn."""
 
     def __init__(self, engine: FakeEngine, add: Add, outputs: Sequence[Sequence[int]]) -> None:
         self.engine = engine
         self.add = add
-        self.outputs = [list(output) for output in outputs]
+        self.script = [list(output) for output in outputs]
         self.finished: dict[int, tuple[int, FinishReason]] = {}
         self.aborted = False
         self.ended = False
+        self._given: list[list[int]] = [[] for _ in outputs]  # what the reader has had
+        self._open = set(range(len(outputs)))
         self._wake = asyncio.Event()
+
+    def outputs(self, index: int) -> list[int]:
+        """See RequestStream."""
+        return self._given[index]
+
+    def is_open(self, index: int) -> bool:
+        """See RequestStream."""
+        return index in self._open
 
     def finish(self, index: int, length: int, reason: FinishReason) -> None:
         """Remembered in `finished`; the choice ends there."""
@@ -60,10 +71,10 @@ class FakeStream:
         num_prompt, params = len(self.add.prompt_ids), self.add.params
         if params.prompt_logprobs >= 0 and num_prompt > 1:
             ids = self.add.prompt_ids[1:].tolist()
-            for index in range(len(self.outputs)):
+            for index in range(len(self.script)):
                 entries = [fake_logprob(self.add, id, params.prompt_logprobs) for id in ids]
                 yield Chunk(index=index, first=1, tokens=ids, logprobs=entries, end=None)
-        at = dict.fromkeys(range(len(self.outputs)), 0)
+        at = dict.fromkeys(range(len(self.script)), 0)
         while at:
             for index in list(at):
                 if not self.engine.running.is_set():
@@ -71,7 +82,9 @@ class FakeStream:
                 await asyncio.sleep(0)
                 chunk = self._chunk(index, at[index])
                 at[index] += len(chunk.tokens)
+                self._given[index] += chunk.tokens
                 if chunk.end is not None:
+                    self._open.discard(index)
                     del at[index]
                     self.ended = not at
                 yield chunk
@@ -85,11 +98,11 @@ class FakeStream:
             return self._end(index, at, [], reason, length=length)
         room = self.add.max_length - num_prompt - at
         tokens: list[int] = []
-        for token in self.outputs[index][at : at + min(room, self.engine.tokens_per_chunk)]:
+        for token in self.script[index][at : at + min(room, self.engine.tokens_per_chunk)]:
             tokens.append(token)
             if token in params.eos_ids or token in params.stop_ids:
                 return self._end(index, at, tokens, FinishReason.STOP, stop_id=token)
-        if at + len(tokens) >= min(len(self.outputs[index]), self.add.max_length - num_prompt):
+        if at + len(tokens) >= min(len(self.script[index]), self.add.max_length - num_prompt):
             out_of_script = at + len(tokens) < self.add.max_length - num_prompt
             return self._end(index, at, tokens, self.engine.end if out_of_script else FinishReason.LENGTH)
         return Chunk(index=index, first=num_prompt + at, tokens=tokens, logprobs=self._logprobs(tokens), end=None)
@@ -174,5 +187,5 @@ def fake_context(
         model=model,
         settings=settings or FrontendSettings(),
         metrics=metrics,
-        requests=OpenRequests(),
+        requests=KnownRequests(),
     )

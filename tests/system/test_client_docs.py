@@ -14,8 +14,8 @@ def examples(repo: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # an example need not close its client
 def test_the_python_examples_run(engine_server, repo, capsys):
-    sdk, grpc = examples(repo)
-    for example in (sdk, grpc):
+    sdk, grpc, forks = examples(repo)
+    for example in (sdk, grpc, forks):
         here = example.replace("http://127.0.0.1:8000", engine_server.http)
         here = here.replace("127.0.0.1:8001", engine_server.grpc)
         assert here != example

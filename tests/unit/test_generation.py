@@ -328,7 +328,7 @@ async def test_closing_the_generator_aborts(prompt: list[Any]) -> None:
     context = fake_context(engine)
     async with aclosing(generate(context, completion(context, prompt=prompt))) as outputs:
         await anext(outputs)
-        assert len(context.requests) == len(engine.streams) > 0
+        assert len(context.requests) == 1
     assert all(stream.aborted for stream in engine.streams)
     assert len(context.requests) == 0
     assert context.metrics.counters()['signalbox_request_success_total{finished_reason="abort"}'] == len(engine.streams)
@@ -340,7 +340,7 @@ async def test_cancelling_the_reader_aborts(prompt: list[Any], count: int) -> No
     engine.running.clear()
     context = fake_context(engine)
     task = asyncio.create_task(outputs_of(context, completion(context, prompt=prompt)))
-    while len(context.requests) < count:
+    while len(engine.streams) < count:
         await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -44,7 +44,7 @@ async def test_the_clients_deadline_aborts(stub, engine, method):
     code, _, _ = await failure(getattr(stub, method)(ask(timeout=1000), timeout=0.3))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     await aborted(engine)
-    assert engine.adds[0].deadline < 0.3
+    assert engine.adds[0].deadline < 0.4  # gRPC rounds up
 
 
 async def test_a_lost_connection_aborts(opened, engine):

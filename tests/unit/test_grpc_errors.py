@@ -65,6 +65,22 @@ async def test_a_request_without_prompt_is_refused(stub):
     assert "prompt is required" in message
 
 
+async def test_what_cannot_be_forked_names_the_field(stub, engine):
+    first = await stub.GenerateOnce(ask(request_id="root"))
+    again = await stub.GenerateOnce(pb.GenerateRequest(fork=pb.Fork(request_id="root", at=2), max_tokens=4))
+    assert engine.adds[-1].prompt_ids.tolist()[-2:] == list(first.choices[0].token_ids)[:2]
+    assert again.usage.prompt_tokens == first.usage.prompt_tokens + 2
+    for fork, field, expected, reason in (
+        (pb.Fork(), "fork.request_id", grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (pb.Fork(request_id="leaf"), "fork.request_id", grpc.StatusCode.NOT_FOUND, "REQUEST_NOT_FOUND"),
+        (pb.Fork(request_id="root", choice=1), "fork.choice", grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+        (pb.Fork(request_id="root", at=7), "fork.at", grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+    ):
+        code, _, details = await failure(stub.GenerateOnce(pb.GenerateRequest(fork=fork)))
+        assert (code, details["ErrorInfo"].reason) == (expected, reason)
+        assert details["BadRequest"].field_violations[0].field == field
+
+
 async def test_prompt_logprobs_need_the_single_answer(stub):
     code, message, details = await failure(stub.Generate(ask(prompt_logprobs=1)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import grpc
+
 from proto import signalbox_pb2 as pb
 from proto.messages import FinishReason
 from services.frontend.grpc_convert import finish_reason
+from services.settings import FrontendSettings
 from tests.support.fake_engine import fake_context
-from tests.support.grpc_front import WORDS, ask, grpc_front
+from tests.support.grpc_front import WORDS, ask, failure, grpc_front
 from tests.support.tiny_tokenizer import END_OF_TEXT, IM_END, ids_of, tiny_served_model
 
 
@@ -148,3 +151,14 @@ def test_finish_reasons_are_those_of_the_records():
         name = "UNSPECIFIED" if reason is FinishReason.NONE else reason.name
         assert finish_reason(reason) == f"FINISH_REASON_{name}"
     assert len(FinishReason) == len(pb.FinishReason.keys())
+
+
+async def test_tenant_and_salt_reach_the_engine(engine):
+    context = fake_context(engine, settings=FrontendSettings(tenant_header="X-Tenant"))
+    async with grpc_front(engine, context) as opened:
+        await opened.stub.GenerateOnce(ask(cache_salt="pepper", priority=4), metadata=(("x-tenant", "acme"),))
+        await opened.stub.GenerateOnce(ask())
+        code, _, details = await failure(opened.stub.GenerateOnce(ask(), metadata=(("x-tenant", "a b"),)))
+    assert [(add.tenant, add.cache_salt, add.priority) for add in engine.adds] == [("acme", "pepper", 4), ("", "", 0)]
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details["BadRequest"].field_violations[0].field == "x-tenant"

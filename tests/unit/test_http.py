@@ -481,3 +481,48 @@ def test_a_model_whose_template_is_broken_does_not_start() -> None:
     model = tiny_served_model(chat_template="{% for %}")
     with pytest.raises(ModelError, match="chat template"):
         build_app(fake_context(FakeEngine(), model=model))
+
+
+async def test_a_fork_has_its_prompt_from_another_request() -> None:
+    engine = FakeEngine(S1)
+    async with http_front(fake_context(engine)) as front:
+        async with front.post(COMPLETIONS, json=COMPLETION, headers={"x-request-id": "root"}) as response:
+            assert response.status == 200
+        for more, param in (
+            ({"prompt": [5]}, "fork"),
+            ({"fork": {"request_id": "root", "at": -1}}, "fork.at"),
+            ({"fork": {"at": 1}}, "fork.request_id"),
+            ({"fork": {"request_id": "root", "beam": 1}}, "fork.beam"),
+            ({"cache_salt": "other"}, "fork.request_id"),
+        ):
+            async with front.post(COMPLETIONS, json={"fork": {"request_id": "root"}, **more}) as response:
+                assert response.status in (400, 404)
+                assert error_of(await response.json())["param"] == param
+        async with front.post(CHATS, json={**CHAT, "fork": {"request_id": "root"}}) as response:
+            assert error_of(await response.json())["param"] == "fork"
+        async with front.post("/tokenize", json={"fork": {"request_id": "root"}}) as response:
+            assert error_of(await response.json())["param"] == "prompt"
+        async with front.post(COMPLETIONS, json={"fork": {"request_id": "root", "at": 3}, "stream": True}) as response:
+            assert (
+                "".join(choice["text"] for choice in pieces(await events_of(response))) == " quick brown\nUser: world"
+            )
+    assert engine.adds[-1].prompt_ids.tolist() == [5, *S1[:3]]
+
+
+async def test_tenant_and_salt_reach_the_engine_and_the_header_counts_only_when_named() -> None:
+    for header, expected in (("", ""), ("X-Tenant", "acme")):
+        engine = FakeEngine(S1)
+        context = fake_context(engine, settings=FrontendSettings(tenant_header=header))
+        async with http_front(context) as front:
+            headers = {"x-tenant": "acme"}
+            body = {**COMPLETION, "cache_salt": "pepper", "priority": -3, "timeout": 50}
+            async with front.post(COMPLETIONS, json=body, headers=headers) as response:
+                assert response.status == 200
+            async with front.post(CHATS, json={**CHAT, "user": "me"}) as response:
+                assert response.status == 200
+            async with front.post(COMPLETIONS, json=COMPLETION, headers={"x-tenant": "a b"}) as response:
+                assert response.status == (400 if header else 200)
+        first, second = engine.adds[:2]
+        assert (first.tenant, first.cache_salt, first.priority) == (expected, "pepper", -3)
+        assert 49 < first.deadline <= 50
+        assert (second.tenant, second.cache_salt, second.priority, second.deadline) == ("", "", 0, None)

@@ -320,7 +320,6 @@ def test_refused_in_chat(fields: dict[str, Any], param: str) -> None:
         ("logprobs_mode", "sampled"),
         ("use_beam_search", True),
         ("length_penalty", 0.5),
-        ("cache_salt", "pepper"),
         ("truncate_prompt_tokens", 5),
         ("return_token_ids", True),
         ("logits_processors", ["x"]),
