@@ -13,6 +13,7 @@ from enum import Enum
 import numpy as np
 
 from kvpool.pool import BlockPool
+from kvpool.prefix import extend_digests, root_digest
 from kvpool.table import BlockTable
 from proto.messages import Header, Int32, Int64, WorkerHello
 from scheduler.batch import Bools, RowBatch, Stay
@@ -256,6 +257,7 @@ class SchedulerState:
             _check((id(sequence) in waiting) == (sequence.status is Status.WAITING), "waiting or not", sequence)
             _check((sequence.row >= 0) == (sequence.status is Status.RUNNING), "row or not", sequence)
             _check((sequence.end is not None) == (sequence.status is Status.ENDED), "end or not", sequence)
+            _check(sequence.peer in self.frontends, "its frontend is gone", sequence)
             within = sequence.row >= 0 or sequence.sent <= len(sequence.tokens)
             _check(within, "sent more than is known", sequence)
         _check(len(self.waiting) == len(waiting), "the queue's length is off")
@@ -273,6 +275,7 @@ def validate_worker(worker: Worker) -> None:
     _check(sorted([stay.row for stay in stays] + batch.free_rows) == list(range(batch.max_rows)), "rows are lost")
     _check(np.flatnonzero(batch.active).tolist() == sorted(stay.row for stay in stays), "active rows are off")
     worker.pool.validate([_table(batch, stay.row) for stay in stays])
+    _validate_quiet(worker)
     in_flight = Counter(stay for flight in worker.flights for stay in flight.stays[flight.samples].tolist())
     for stay in stays:
         row, sequence = stay.row, stay.sequence
@@ -287,6 +290,33 @@ def validate_worker(worker: Worker) -> None:
         held, told = int(batch.held[row]), int(batch.told[row])
         _check(told <= held, "the worker knows more blocks than are held", sequence)
         _check(held * batch.block_size >= issued, "issued beyond its blocks", sequence)
+        _validate_cached(worker, row, sequence)
+
+
+def _validate_quiet(worker: Worker) -> None:
+    """A plan in flight holds a row that was given up only if its sequence has ended: nothing is preempted under it."""
+    current = set(worker.batch.stay[worker.batch.active].tolist())
+    for flight in worker.flights:
+        for number, row in zip(flight.stays.tolist(), flight.rows.tolist(), strict=True):
+            if number not in current:
+                sequence = worker.stay_of(number, row).sequence
+                _check(sequence.end is not None, "preempted with plans in flight", sequence)
+
+
+def _validate_cached(worker: Worker, row: int, sequence: Sequence) -> None:
+    """What the prefix index holds of a row's blocks is retired, and is what its digest says."""
+    digest_of, size = worker.pool.prefix.digest_of, worker.pool.block_size
+    if not digest_of:
+        return
+    known = worker.batch.known_tokens(row)
+    cached = [(i, block) for i, block in enumerate(worker.batch.block_ids(row)) if block in digest_of]
+    digests: list[bytes] = []
+    for index, block in cached:
+        _check((index + 1) * size <= int(worker.batch.retired[row]), "cached before it is retired", sequence)
+        if not digests:
+            root = root_digest(sequence.weights_version, "", f"{sequence.tenant}\0{sequence.cache_salt}")
+            extend_digests(digests, root, known[: (cached[-1][0] + 1) * size], size)
+        _check(digest_of[block] == digests[index], "cached under another content", sequence)
 
 
 def _table(batch: RowBatch, row: int) -> BlockTable:

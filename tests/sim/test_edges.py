@@ -32,7 +32,7 @@ from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
 from scheduler.events import Event, FromFrontend, FromWorker, PeerLost, Tick
 from scheduler.state import SchedulerState
-from tests.sim.sim_worker import SimWorker
+from services.bench.faults.strict_worker import StrictWorker
 from tests.sim.test_sharing import assert_outputs, make_world, run_all, sequence, submit_group
 
 
@@ -109,7 +109,7 @@ def test_more_choices_than_the_queue_holds_are_served_when_nothing_waits() -> No
 
 
 def hello(name: str, fingerprint: str) -> FromWorker:
-    return FromWorker(name, Header(), replace(SimWorker(name).hello(), fingerprint=fingerprint))
+    return FromWorker(name, Header(), replace(StrictWorker(name).hello(), fingerprint=fingerprint))
 
 
 def test_what_began_on_other_weights_ends_and_what_has_not_begun_is_served() -> None:

@@ -10,11 +10,12 @@ import pytest
 
 from proto.messages import Add, SamplingParams, SequenceStart, int32
 from scheduler.config import SchedulerConfig
+from services.bench.faults.peers import FrontendNode, SimSequence
+from services.bench.faults.strict_worker import expected_output
+from services.bench.faults.world import World
 from services.bench.simulated_worker import WorkerModel
 from services.bench.simulation import Simulation
 from services.bench.workload import Request
-from tests.sim.sim_worker import expected_output
-from tests.sim.world import FrontendNode, SimSequence, World
 
 CONFIG = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512, max_chunk=512)
 

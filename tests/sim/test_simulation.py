@@ -8,14 +8,16 @@ import pytest
 
 from proto.messages import FinishReason, RefusalCode
 from scheduler.config import SchedulerConfig
-from tests.sim.sim_worker import expected_output
-from tests.sim.world import FrontendNode, SimSequence, World
+from services.bench.faults.peers import FrontendNode, SimSequence
+from services.bench.faults.strict_worker import expected_output
+from services.bench.faults.world import World
 
 CONFIG = SchedulerConfig(
     max_num_seqs=8,
     max_num_batched_tokens=32,
     max_chunk=16,
     worker_timeout=1.0,
+    step_timeout=3.0,
     frontend_timeout=2.0,
     recovery_timeout=60.0,
 )
@@ -95,7 +97,7 @@ def test_a_pool_too_small_for_all_preempts_and_changes_nothing(seed: int, window
 @seeds(5, 100)
 def test_deaths_losses_and_restarts_change_nothing(seed: int) -> None:
     world = World(seed, CONFIG)
-    world.loss = 0.02
+    world.noise.loss = 0.02
     for name in ("w0", "w1"):
         world.add_worker(name, window=1 + seed % 3, num_blocks=40)
     for name in ("f0", "f1"):
@@ -110,7 +112,7 @@ def test_deaths_losses_and_restarts_change_nothing(seed: int) -> None:
     for name in ("w0", "w1", "w0+"):
         when = 1 + rng.random() * 4 + (5 if name.endswith("+") else 0)
         world.at(when, partial(replace_worker, name))
-    world.at(2 + rng.random() * 4, lambda: world.restart_scheduler(rng.random()))
+    world.at(2 + rng.random() * 4, lambda: world.kill_scheduler(rng.random()))
     world.run(lambda: world.now > 15 and world.finished())
     all_right(world)
 
@@ -191,10 +193,10 @@ def test_a_worker_with_another_fingerprint_is_turned_away() -> None:
     from scheduler.advance import advance
     from scheduler.events import FromWorker
     from scheduler.state import SchedulerState
-    from tests.sim.sim_worker import SimWorker
+    from services.bench.faults.strict_worker import StrictWorker
 
     state = SchedulerState(CONFIG, session=1)
-    hello = SimWorker("w").hello()
+    hello = StrictWorker("w").hello()
     advance(state, [FromWorker("w0", Header(), hello)], 0.0)
     actions = advance(state, [FromWorker("w1", Header(), replace(hello, fingerprint="other"))], 0.1)
     assert list(state.workers) == ["w0"]

@@ -10,22 +10,22 @@ import zmq
 
 from proto.messages import StepPlan, StepResult, WorkerHello
 from scheduler.config import SchedulerConfig
+from services.bench.faults.strict_worker import StrictWorker
 from services.mailbox import Mailbox
 from services.run_dir import RunDir
 from services.schedulerd import SchedulerService
 from services.status_file import StatusFile
 from services.workerd import WorkerService
-from tests.sim.sim_worker import SimWorker
 
 
 class SimRunner:
-    """A PlanRunner whose tokens are those of tests.sim.sim_worker.token_at.
+    """A PlanRunner whose tokens are those of services.bench.faults.strict_worker.token_at.
 
     errors: raised by the next executions, oldest first; hold: while it is clear, executions wait.
     """
 
     def __init__(self, **options: int) -> None:
-        self.sim = SimWorker("sim", **options)
+        self.sim = StrictWorker("sim", **options)
         self.errors: list[Exception] = []
         self.resets = 0
         self.executed = 0

@@ -12,7 +12,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.events import Event, Tick
 from scheduler.state import SchedulerState
 from services import checkpoint
-from tests.sim.world import SimSequence, World
+from services.bench.faults.peers import SimSequence
+from services.bench.faults.world import World
 
 CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_chunk=16)
 
@@ -20,21 +21,21 @@ CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_chunk=16
 class Twins(World):
     """Every 16 steps a second state is made from a checkpoint of the first; both must answer alike."""
 
-    twin: SchedulerState
-    steps = 0
+    thawed: SchedulerState
+    turns = 0
 
     def step(self) -> None:
-        if self.steps % 16 == 0:
-            if self.steps:
-                assert checkpoint.freeze(self.twin) == checkpoint.freeze(self.state)
-            self.twin = checkpoint.thaw(checkpoint.freeze(self.state))
-        self.steps += 1
+        if self.turns % 16 == 0:
+            if self.turns:
+                assert checkpoint.freeze(self.thawed) == checkpoint.freeze(self.state)
+            self.thawed = checkpoint.thaw(checkpoint.freeze(self.state))
+        self.turns += 1
         inbox, state = self.inbox, self.state
         super().step()
         events: list[Event] = [*inbox] or [Tick()]
         assert self.state is state
-        advance(self.twin, events, self.now)
-        self.twin.validate()
+        advance(self.thawed, events, self.now)
+        self.thawed.validate()
 
 
 @pytest.mark.parametrize("seed", range(2))

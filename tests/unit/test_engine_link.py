@@ -12,11 +12,11 @@ import pytest
 
 from proto.messages import Add, End, FinishReason, RefusalCode, SamplingParams, SequenceStart, int32
 from scheduler.events import PeerLost
+from services.bench.faults.strict_worker import EOS, expected_output, token_at
 from services.frontend.engine import EngineClient
 from services.frontend.streams import Stream
 from services.frontend.types import RequestRefused
 from services.run_dir import RunDir
-from tests.sim.sim_worker import EOS, expected_output, token_at
 from tests.support.threads import SimRunner, scheduler_thread, worker_thread
 
 
