@@ -45,14 +45,16 @@ def admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
 
 def can_admit(builder: PlanBuilder, sequence: Sequence) -> bool:
     """Hysteresis: all known tokens must fit, and one more block for each running row, or it would soon be preempted
-    again; a sequence alone needs no reserve."""
+    again; a sequence alone needs no reserve. Prompts on their way get half of what they have still to take: about as
+    much again comes back from others before they take it."""
     worker = builder.worker
     if sequence.max_length > worker.capacity:
         return False
     hits = cached_blocks(worker, sequence)
     idle = sum(1 for block in hits if block in worker.pool.prefix.idle)
     needed = -(-len(sequence.tokens) // worker.pool.block_size) - len(hits)
-    return worker.pool.check_free(needed + idle + worker.num_running)
+    reserve = worker.num_running + worker.blocks_to_come // 2
+    return worker.pool.check_free(needed + idle + reserve)
 
 
 def cached_blocks(worker: Worker, sequence: Sequence) -> list[int]:

@@ -123,6 +123,13 @@ class Worker:
         return self.max_rows - len(self.batch.free_rows)
 
     @property
+    def blocks_to_come(self) -> int:
+        """Blocks that the known tokens of its rows need and that no plan has taken yet: prompts on their way."""
+        batch = self.batch
+        needed = -(-batch.known // batch.block_size) - batch.held
+        return int(np.maximum(needed, 0)[batch.active].sum())
+
+    @property
     def used_slots(self) -> int:
         """Positions with KV, written or on their way, over all rows."""
         return int(self.batch.issued[self.batch.active].sum())

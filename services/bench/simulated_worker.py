@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from proto.messages import FinishReason, Freed, KVGroup, StepPlan, StepResult, WorkerHello, int32
 
 EOS = 0
@@ -16,7 +18,8 @@ TOKEN = 1  # what it samples anywhere else
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerModel:
-    """The worker that is simulated. A step takes step_seconds + its tokens × token_seconds."""
+    """The worker that is simulated. A step takes step_seconds + its tokens × token_seconds + the positions that its
+    rows attend to × position_seconds."""
 
     block_size: int = 16
     num_blocks: int = 8192
@@ -27,6 +30,16 @@ class WorkerModel:
     window: int = 1
     step_seconds: float = 0.01
     token_seconds: float = 0.0001
+    position_seconds: float = 0.0
+
+    @property
+    def num_slots(self) -> int:
+        """Token slots of the pool."""
+        return self.num_blocks * self.block_size
+
+    def seconds(self, tokens: int, positions: int) -> float:
+        """Of a step of `tokens` whose rows have `positions` positions at its end, all together."""
+        return self.step_seconds + self.token_seconds * tokens + self.position_seconds * positions
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,7 +137,7 @@ class SimulatedWorker:
             finite=int32([1] * len(counts)),
             reasons=int32(reasons),
             weights_version=1,
-            seconds=self.model.step_seconds + self.model.token_seconds * int(plan.counts.sum()),
+            seconds=self.model.seconds(int(plan.counts.sum()), int((plan.starts + plan.counts).sum(dtype=np.int64))),
             freed=(freed.done(),),
         )
 

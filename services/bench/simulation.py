@@ -1,4 +1,7 @@
-"""The real scheduler on a virtual clock, with one simulated worker and one simulated frontend."""
+"""The real scheduler on a virtual clock, with one simulated worker and one simulated frontend.
+
+It runs on until nothing is left: every request has ended, its record is gone and no row or plan is on its way.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
+
+import numpy as np
 
 from proto.messages import (
     Ack,
@@ -17,6 +22,7 @@ from proto.messages import (
     FrontendToScheduler,
     Header,
     Heartbeat,
+    Int32,
     Phase,
     Refused,
     Reset,
@@ -38,19 +44,49 @@ from services.bench.workload import Request
 WORKER = "worker"
 FRONTEND = "frontend"
 BEAT_SECONDS = 0.25
+LEAD_SECONDS = 1.0
 
 Source = Callable[[], Event]
+FrameObserver = Callable[[float, TokenFrame], None]
+
+
+def same_tokens(index: int, length: int) -> Int32:
+    """A prompt that all requests share."""
+    return np.full(length, TOKEN, np.int32)
+
+
+def distinct_prompts(seed: int, vocab_size: int) -> Callable[[int, int], Int32]:
+    """Prompts that share nothing: random tokens, the same for each seed and request on every machine."""
+
+    def prompt(index: int, length: int) -> Int32:
+        rng = np.random.Generator(np.random.Philox(key=[seed, index]))
+        return rng.integers(TOKEN + 1, vocab_size, length, np.int32)
+
+    return prompt
 
 
 class Simulation:
-    """Iterate over `run` to pass the time; between two items `state` does not change."""
+    """Iterate over `run` to pass the time; between two items `state` does not change.
 
-    def __init__(self, config: SchedulerConfig, model: WorkerModel, requests: list[Request]) -> None:
+    prompt(index, length): a request's tokens. on_frame(now, frame): sees what the frontend gets. `now` is the virtual
+    clock, in seconds; requests arrive LEAD_SECONDS late, so that the worker has joined.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        model: WorkerModel,
+        requests: list[Request],
+        prompt: Callable[[int, int], Int32] = same_tokens,
+        on_frame: FrameObserver = lambda now, frame: None,
+    ) -> None:
+        self.now = 0.0
+        self._prompt = prompt
+        self._on_frame = on_frame
         self.state = SchedulerState(config, session=1)
         self.requests = requests
         self.worker = SimulatedWorker(model, lambda sequence: requests[sequence - 1].length)
         self.ends: list[End] = []
-        self._now = 0.0
         self._last_plan = 0
         self._worker_free_at = 0.0
         self._worker_link = Header()
@@ -62,27 +98,32 @@ class Simulation:
         self._at(BEAT_SECONDS, self._heartbeat)
         self._at(BEAT_SECONDS, self._frontend_beat)
         for index, request in enumerate(requests):
-            self._at(1.0 + request.arrival, partial(self._arrive, index))
+            self._at(LEAD_SECONDS + request.arrival, partial(self._arrive, index))
 
     def run(self) -> Iterator[float]:
-        """Yields the seconds for which `state` stayed as it is now, until every request has ended."""
-        while len(self.ends) < len(self.requests):
+        """Yields the seconds for which `state` stayed as it is now, until nothing is left to do."""
+        while len(self.ends) < len(self.requests) or self._unsettled:
             now = self._due[0][0]
-            now = min(now, self.state.next_deadline(self._now))
-            yield now - self._now
-            self._now = now
+            now = min(now, self.state.next_deadline(self.now))
+            yield now - self.now
+            self.now = now
             actions = advance(self.state, self._pop_due() or [Tick()], now)
             for plan in actions.plans:
                 self._to_worker(plan.header, plan.message)
             for frame in actions.frames:
                 self._to_frontend(frame.header, frame.message)
 
+    @property
+    def _unsettled(self) -> bool:
+        workers = self.state.workers.values()
+        return bool(self.state.sequences) or any(w.flights or w.leaving or w.departed for w in workers)
+
     def _at(self, time: float, source: Source) -> None:
         heapq.heappush(self._due, (time, next(self._order), source))
 
     def _pop_due(self) -> list[Event]:
         events = []
-        while self._due[0][0] <= self._now:
+        while self._due[0][0] <= self.now:
             events.append(heapq.heappop(self._due)[2]())
         return events
 
@@ -94,7 +135,7 @@ class Simulation:
         elif isinstance(message, StepPlan):
             self._last_plan = header.number
             result = self.worker.execute(message)
-            self._worker_free_at = max(self._now, self._worker_free_at) + result.seconds
+            self._worker_free_at = max(self.now, self._worker_free_at) + result.seconds
             self._at(self._worker_free_at, lambda: FromWorker(WORKER, header, result))
         else:
             raise RuntimeError(f"the scheduler turned the simulated worker away: {message}")
@@ -104,10 +145,15 @@ class Simulation:
             self._frontend_link = replace(header, number=0)
         elif isinstance(message, Refused):
             raise RuntimeError(f"the scheduler refused a request of the workload: {message.message}")
-        elif isinstance(message, TokenFrame) and message.ends:
-            self.ends += message.ends
-            ack = Ack(sequences=int64([end.sequence for end in message.ends]))
-            self._at(self._now, lambda: self._from_frontend(ack))
+        elif isinstance(message, TokenFrame):
+            self._on_frame(self.now, message)
+            self._acknowledge(message)
+
+    def _acknowledge(self, frame: TokenFrame) -> None:
+        if frame.ends:
+            self.ends += frame.ends
+            ack = Ack(sequences=int64([end.sequence for end in frame.ends]))
+            self._at(self.now, lambda: self._from_frontend(ack))
 
     def _from_frontend(self, message: FrontendToScheduler) -> Event:
         link = self._frontend_link
@@ -115,13 +161,13 @@ class Simulation:
         return FromFrontend(FRONTEND, self._frontend_link, message)
 
     def _heartbeat(self) -> Event:
-        self._at(self._now + BEAT_SECONDS, self._heartbeat)
-        phase = Phase.EXECUTING if self._worker_free_at > self._now else Phase.IDLE
+        self._at(self.now + BEAT_SECONDS, self._heartbeat)
+        phase = Phase.EXECUTING if self._worker_free_at > self.now else Phase.IDLE
         beat = Heartbeat(worker=WORKER, last_plan=self._last_plan, phase=phase)
         return FromWorker(WORKER, self._worker_link, beat)
 
     def _frontend_beat(self) -> Event:
-        self._at(self._now + BEAT_SECONDS, self._frontend_beat)
+        self._at(self.now + BEAT_SECONDS, self._frontend_beat)
         return self._from_frontend(FrontendBeat(counters={}))
 
     def _arrive(self, index: int) -> Event:
@@ -132,7 +178,7 @@ class Simulation:
         start = SequenceStart(sequence=index + 1, seed=index, output_ids=int32(), delivered=request.num_prompt)
         return Add(
             request_id=f"bench-{index}",
-            prompt_ids=int32([TOKEN] * request.num_prompt),
+            prompt_ids=self._prompt(index, request.num_prompt),
             params=SamplingParams(eos_ids=(EOS,)),
             max_length=request.num_prompt + request.max_tokens,
             sequences=(start,),

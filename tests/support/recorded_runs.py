@@ -97,7 +97,7 @@ def record_run(
 
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "simulated_run.events"
-GOLDEN_SCENARIO = replace(SCENARIO, worker=replace(SCENARIO.worker, num_blocks=24), workers=2)
+GOLDEN_SCENARIO = replace(SCENARIO, worker=replace(SCENARIO.worker, num_blocks=22), workers=2)
 GOLDEN_WORKLOAD = replace(WORKLOAD, rate=30.0)
 
 
