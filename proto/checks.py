@@ -57,6 +57,8 @@ def _sampling_params(r: m.SamplingParams) -> None:
     for value in r.bias_values:
         if not -100.0 <= value <= 100.0:
             raise CodecError("bias_values", f"must be -100 to 100, not {value}")
+    if r.grammar and r.grammar.partition("\n")[0] not in m.GRAMMAR_KINDS:
+        raise CodecError("grammar", f"must begin with one of {', '.join(m.GRAMMAR_KINDS)}, not {r.grammar!r:.80}")
 
 
 def _logprobs(r: m.Logprobs) -> None:
@@ -187,6 +189,10 @@ def _freed(r: m.Freed) -> None:
     check_counts(r.counts, r.ids, "ids")
 
 
+def _grammar_failed(r: m.GrammarFailed) -> None:
+    check_range(r, 1, INT64_MAX, "sequence")
+
+
 def _step_result(r: m.StepResult) -> None:
     check_lengths(r, "rows", "counts", "finite", "reasons")
     check_no_negatives(r, "rows", "counts", "tokens", "finite", "reasons")
@@ -288,6 +294,8 @@ CHECKS: dict[type, Callable[[Any], None]] = {
     m.WorkerFault: _nothing,
     m.Freed: _freed,
     m.StepResult: _step_result,
+    m.GrammarReady: lambda r: check_handles(r.sequences, least=1),
+    m.GrammarFailed: _grammar_failed,
     m.Reset: _nothing,
     m.Shutdown: _nothing,
     m.Join: _join,
@@ -308,7 +316,7 @@ def check(record: object) -> None:
 def unimplemented(message: m.Message) -> str | None:
     """What in a valid message is reserved for later, in words for the sender; None if all of it is served."""
     if isinstance(message, m.Add):
-        return _unserved_request(message.task, message.adapter, message.params)
+        return _unserved_request(message.task, message.adapter)
     if isinstance(message, m.WorkerHello):
         kinds = [group.kind for group in message.groups if group.kind != "full"]
         return f"KV groups of kind {kinds[0]} are not served yet" if kinds else None
@@ -319,19 +327,17 @@ def unimplemented(message: m.Message) -> str | None:
 
 def _unserved_parts(plan: m.StepPlan) -> Iterable[str | None]:
     for join in plan.joins:
-        yield _unserved_request(join.task, join.adapter, join.params)
+        yield _unserved_request(join.task, join.adapter)
     for entry in plan.entries:
         if not isinstance(entry, m.Copy):
             yield f"plan entry {type(entry).__name__} is not served yet"
 
 
-def _unserved_request(task: m.Task, adapter: str, params: m.SamplingParams) -> str | None:
+def _unserved_request(task: m.Task, adapter: str) -> str | None:
     if task is not m.Task.GENERATE:
         return f"task {task.name} is not served yet"
     if adapter:
         return "adapters are not served yet"
-    if params.grammar:
-        return "grammars are not served yet"
     return None
 
 

@@ -23,6 +23,9 @@ Float32 = NDArray[np.float32]
 
 SCHEMA_VERSION = 1
 
+# How a grammar is written: a JSON schema, a regular expression, or Lark as the llguidance library reads it.
+GRAMMAR_KINDS = ("json_schema", "regex", "lark")
+
 
 def int32(values: object = ()) -> Int32:
     """A contiguous int32 column from any sequence of integers."""
@@ -102,8 +105,9 @@ class SamplingParams:
 
     A temperature of 0 means greedy. top_k 0, top_p 1 and min_p 0 mean off. Penalties: 0, 0 and 1 mean off.
     eos_ids end the sequence unless ignored (then the tuple is empty); stop_ids end it as the request asked.
-    min_tokens masks both until so many output tokens stand. logprobs and prompt_logprobs: -1 for none, else how
-    many alternatives beside the token itself (0 to 20); values are raw, before penalties and temperature.
+    min_tokens masks both until so many output tokens stand. The output matches the grammar, if there is one. logprobs
+    and prompt_logprobs: -1 for none, else how many alternatives beside the token itself (0 to 20); values are raw,
+    before penalties and temperature.
     """
 
     temperature: float = 0.0
@@ -121,7 +125,7 @@ class SamplingParams:
     allowed_ids: tuple[int, ...] = ()  # empty: all
     logprobs: int = -1
     prompt_logprobs: int = -1
-    grammar: str = ""  # reserved: refused as UNIMPLEMENTED unless empty
+    grammar: str = ""  # empty: none; else one of GRAMMAR_KINDS, a line break, and the grammar's source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,6 +367,21 @@ class Freed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarReady:
+    """The grammars of these sequences (Join.sequence) are compiled: their rows may be in a plan from now on."""
+
+    sequences: Int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarFailed:
+    """This sequence's grammar cannot be compiled or followed. Its row samples nothing any more."""
+
+    sequence: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Answers the plan whose number the header carries; one for every plan, in order.
 
@@ -409,7 +428,8 @@ class Join:
     """A sequence takes a row. tokens: all known ids, prompt first; positions < computed already have KV.
 
     max_length: the row stops when so many tokens stand. logprobs_from: first position whose logprob is reported
-    (resumed positions emit nothing again). blocks: for each KV group the table's first ids.
+    (resumed positions emit nothing again). blocks: for each KV group the table's first ids. A row with a grammar is in
+    no plan before GrammarReady names its sequence.
     """
 
     row: int
@@ -490,6 +510,6 @@ class StepPlan:
 
 FrontendToScheduler = FrontendHello | Add | Abort | Finish | Ack | FrontendBeat
 SchedulerToFrontend = Welcome | TokenFrame | Refused | SchedulerBeat
-WorkerToScheduler = WorkerHello | Heartbeat | WorkerFault | StepResult
+WorkerToScheduler = WorkerHello | Heartbeat | WorkerFault | StepResult | GrammarReady | GrammarFailed
 SchedulerToWorker = Reset | Shutdown | StepPlan
 Message = FrontendToScheduler | SchedulerToFrontend | WorkerToScheduler | SchedulerToWorker

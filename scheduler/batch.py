@@ -62,6 +62,7 @@ class RowBatch:
         self.link = np.zeros(max_rows, np.int64)  # of the frontend
         self.tenant = np.zeros(max_rows, np.int64)
         self.version = np.zeros(max_rows, np.int32)
+        self.ready: Bools = np.zeros(max_rows, bool)  # its grammar, if it has one, is compiled: it may be planned
         self.plain: Bools = np.zeros(max_rows, bool)  # no log-probabilities: its tokens are delivered as columns
         self.tokens = np.zeros((max_rows, max_length), np.int32)
         self.blocks = np.zeros((max_rows, -(-max_length // block_size)), np.int32)
@@ -90,6 +91,7 @@ class RowBatch:
         self.link[row] = sequence.link
         self.tenant[row] = sequence.tenant_index
         self.version[row] = sequence.weights_version
+        self.ready[row] = not sequence.params.grammar
         self.plain[row] = not sequence.wants_logprobs
         self.tokens[row, :known] = sequence.tokens
 
@@ -120,10 +122,10 @@ class RowBatch:
         self.held[row] += len(ids)
 
     def pending(self) -> Int32:
-        """Positions that can be issued now, for every row; 0 where the sample that completes it is issued."""
+        """Positions that can be issued now, for every row; 0 where it is not ready or its last sample is issued."""
         length = self.known + self.sampling
         complete = (self.sampling > 0) & (length >= self.limit)
-        pending = np.where(self.active & ~complete, length - self.issued, 0)
+        pending = np.where(self.active & self.ready & ~complete, length - self.issued, 0)
         return pending.astype(np.int32, copy=False)
 
     def known_tokens(self, row: int) -> Int32:

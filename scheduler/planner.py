@@ -80,10 +80,11 @@ class PlanBuilder:
                     self._extend(row)
 
     def join(self, stay: Stay) -> None:
-        """A sequence was admitted to a row of this worker: give it its first chunk."""
+        """A sequence was admitted to a row of this worker: give it its first chunk, once its grammar is ready."""
         self.joins.append(stay)
         self.join_tokens += len(stay.sequence.tokens)
-        self._extend(stay.row)
+        if self.worker.batch.ready[stay.row]:
+            self._extend(stay.row)
 
     def build(self) -> Outgoing[SchedulerToWorker] | None:
         """The plan, recorded as in flight; None when there is nothing to do or the window must empty first."""
@@ -198,9 +199,12 @@ class PlanBuilder:
         return min(wanted, int(batch.held[row]) * pool.block_size - issued)
 
     def _victim(self, row: int) -> Sequence | None:
-        """The last in rank that this plan does not compute; None when the row can rather wait a step."""
+        """The last in rank that this plan does not compute; None when the row can rather wait a step.
+
+        A row that waits for its grammar is let be: GrammarReady names the sequence, whichever of its rows it is for.
+        """
         batch = self.worker.batch
-        others = self._first_in_rank(np.flatnonzero(batch.active & ~self.taken))
+        others = self._first_in_rank(np.flatnonzero(batch.active & batch.ready & ~self.taken))
         victim = int(others[-1])
         if victim == row and self.taken.any():
             return None

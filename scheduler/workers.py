@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from proto.messages import (
     FinishReason,
+    GrammarFailed,
+    GrammarReady,
     Header,
     Heartbeat,
     Phase,
@@ -14,6 +16,7 @@ from proto.messages import (
     WorkerFault,
     WorkerHello,
 )
+from scheduler.batch import Stay
 from scheduler.errors import LedgerError
 from scheduler.events import FromWorker, Outgoing
 from scheduler.lifecycle import end, orphan
@@ -48,6 +51,12 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
             if message.executing:
                 _suspect(worker)
             return reset(state, worker, f"worker fault: {message.message}", now)
+        case GrammarReady():
+            for stay in _stays_of(worker, message.sequences.tolist()):
+                worker.batch.ready[stay.row] = True
+        case GrammarFailed():
+            for stay in _stays_of(worker, [message.sequence]):
+                end(state, stay.sequence, FinishReason.ERROR, now, cause="grammar failed", message=message.message)
         case StepResult():
             try:
                 apply_result(state, worker, event.header, message, now)
@@ -153,6 +162,11 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
         worker.standing = Link.READY
         state.no_worker_since = None
         state.recheck = True
+
+
+def _stays_of(worker: Worker, uids: list[int]) -> list[Stay]:
+    """The stays of the sequences with these uids; those that have left are passed over."""
+    return [stay for stay in worker.batch.stays if stay is not None and stay.sequence.uid in uids]
 
 
 def _suspect(worker: Worker) -> None:

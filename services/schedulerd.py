@@ -18,7 +18,18 @@ import structlog
 import zmq
 
 from proto.codec import FRONTEND_TO_SCHEDULER, CodecError, decode, encode
-from proto.messages import Header, Heartbeat, Message, Refused, StepPlan, StepResult, WorkerFault, WorkerHello
+from proto.messages import (
+    GrammarFailed,
+    GrammarReady,
+    Header,
+    Heartbeat,
+    Message,
+    Refused,
+    StepPlan,
+    StepResult,
+    WorkerFault,
+    WorkerHello,
+)
 from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
 from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected, Tick
@@ -75,7 +86,7 @@ class SchedulerService:
         self.control = Router(self.context, control_link(run_dir))
         self.sources = (
             Source(self.control, (WorkerHello, Heartbeat), FromWorker, Kind.WORKER),
-            Source(self.plans, (StepResult, WorkerFault), FromWorker, Kind.WORKER),
+            Source(self.plans, (StepResult, WorkerFault, GrammarReady, GrammarFailed), FromWorker, Kind.WORKER),
             Source(self.frontends, FRONTEND_TO_SCHEDULER, FromFrontend, Kind.FRONTEND),
         )
         self.poller = zmq.Poller()

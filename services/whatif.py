@@ -259,8 +259,8 @@ class Simulation:
 def _renumbered(requests: list[RequestRecord]) -> tuple[list[Add], list[int], list[list[int]]]:
     """The Adds for one frontend, with sequences 1, 2, ... whose seeds are 0, 1, ...; their lengths and outputs.
 
-    Log-probabilities are not asked for, and a sequence that ended before its first token gets one. Whatever ended a
-    sequence below its limit (its text, its client, the log itself) is a stop id at that place now.
+    Log-probabilities and grammars are not asked for, and a sequence that ended before its first token gets one.
+    Whatever ended a sequence below its limit (its text, its client, the log itself) is a stop id at that place now.
     """
     sequences = [sequence for request in requests for sequence in request.sequences]
     handles = {(s.request.peer, s.start.sequence): number for number, s in enumerate(sequences, 1)}
@@ -285,5 +285,5 @@ def _add_of(request: RequestRecord, handles: dict[tuple[str, int], int], numbers
         starts.append(dataclasses.replace(sequence.start, **changes))
     last = {(s.outputs or [0])[-1] for s in request.sequences if s.end is not FinishReason.LENGTH}
     stops = tuple(sorted(last.union(add.params.stop_ids)))
-    params = dataclasses.replace(add.params, logprobs=-1, prompt_logprobs=-1, stop_ids=stops)
+    params = dataclasses.replace(add.params, logprobs=-1, prompt_logprobs=-1, stop_ids=stops, grammar="")
     return dataclasses.replace(add, sequences=tuple(starts), params=params, deaths=0, weights_version=0)

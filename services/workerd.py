@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -11,7 +12,18 @@ import structlog
 import zmq
 
 from proto.codec import CodecError, decode, encode
-from proto.messages import Header, Phase, Reset, StepPlan, StepResult, WorkerFault, WorkerHello
+from proto.messages import (
+    GrammarFailed,
+    GrammarReady,
+    Header,
+    Phase,
+    Reset,
+    StepPlan,
+    StepResult,
+    WorkerFault,
+    WorkerHello,
+)
+from services.mailbox import Mailbox
 from services.run_dir import RunDir
 from services.settings import SettingsError, WorkerSettings
 from services.status_file import StatusFile
@@ -32,6 +44,10 @@ class PlanRunner(Protocol):
 
     def reset(self) -> None: ...
 
+    def watch_grammars(self, wake: Callable[[], None]) -> None: ...
+
+    def grammar_reports(self) -> Sequence[GrammarReady | GrammarFailed]: ...
+
 
 class WorkerService:
     """Runs plans of the current epoch, in order of their numbers.
@@ -47,6 +63,8 @@ class WorkerService:
         self.poller = zmq.Poller()
         self.poller.register(self.plans.socket, zmq.POLLIN)
         self.poller.register(self.control.inbox.fd, zmq.POLLIN)
+        self.grammars: Mailbox[None] = Mailbox()  # woken when a grammar is ready or has failed
+        self.poller.register(self.grammars.fd, zmq.POLLIN)
         self.epoch: Header | None = None  # session, link and epoch that plans must carry
         self.last_plan = 0
         self.refused = ""  # why the scheduler does not want this worker
@@ -54,6 +72,7 @@ class WorkerService:
     def join(self, runner: PlanRunner, name: str) -> None:
         """Offer a loaded model to the scheduler; `step` serves it from here on."""
         self.runner = runner
+        runner.watch_grammars(lambda: self.grammars.put(None))
         self.control.offer(runner.hello(name))
 
     def step(self) -> None:
@@ -68,6 +87,8 @@ class WorkerService:
             else:
                 self._take(header, plan)
         self._obey()
+        self.grammars.take()
+        self._tell_grammars()
 
     def close(self) -> None:
         """Tell the scheduler and close the sockets."""
@@ -75,6 +96,7 @@ class WorkerService:
         self.control.leave()
         self.plans.close(LAST_WORDS)
         self.context.term()
+        self.grammars.close()
 
     def _obey(self) -> None:
         for header, order in self.control.inbox.take():
@@ -112,8 +134,14 @@ class WorkerService:
             log.exception("plan failed", plan=header.number)
             self._fault(f"plan {header.number}: {type(error).__name__}: {error}", executing=True)
             return
+        self._tell_grammars()  # a row that fails by its grammar says so before its result
         self.plans.send(answer)
         self._tell(header.number, Phase.IDLE)
+
+    def _tell_grammars(self) -> None:
+        for report in self.runner.grammar_reports():
+            if self.epoch is not None:
+                self.plans.send(encode(replace(self.epoch, number=0), report))
 
     def _fault(self, why: str, executing: bool = False) -> None:
         if self.epoch is None:

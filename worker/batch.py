@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from proto.messages import Int32, Join, SamplingParams
+from worker.grammar import GrammarRows
 from worker.sampling import SamplingColumns
 
 FREE = -1
@@ -18,7 +19,9 @@ FREE = -1
 class Batch:
     """Columns over max_rows rows. It changes only through the methods below, and trusts `plan_check`."""
 
-    def __init__(self, *, max_rows: int, max_length: int, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, *, max_rows: int, max_length: int, block_size: int, num_blocks: int, grammars: GrammarRows
+    ) -> None:
         self.max_rows = max_rows
         self.max_length = max_length
         self.block_size = block_size
@@ -39,6 +42,7 @@ class Batch:
         self.tokens = np.zeros((max_rows, max_length), np.int32)
         self.params: list[SamplingParams] = [SamplingParams()] * max_rows
         self.sampling = SamplingColumns(max_rows)
+        self.grammars = grammars
 
     def join(self, join: Join) -> None:
         """Puts a sequence into a free row."""
@@ -56,16 +60,19 @@ class Batch:
         self.table_length[row] = len(blocks)
         self.params[row] = join.params
         self.sampling.set(row, join.params)
+        self.grammars.join(join)
 
     def leave(self, row: int) -> Int32:
         """Empties a row; the blocks that it still held."""
         self.sequence[row] = FREE
         self.stopped[row] = False
+        self.grammars.drop(row)
         return self._take_blocks(row)
 
     def stop(self, row: int) -> Int32:
         """The row is not computed any more; the blocks that it held."""
         self.stopped[row] = True
+        self.grammars.drop(row)
         return self._take_blocks(row)
 
     def add_blocks(self, rows: Int32, counts: Int32, ids: Int32) -> None:
@@ -87,6 +94,7 @@ class Batch:
         self.stopped[:] = False
         self.table_length[:] = 0
         self.table[:] = self.null_block
+        self.grammars.reset()
 
     def validate(self) -> None:
         """Proves the invariants of every row; AssertionError names the row."""
@@ -104,6 +112,7 @@ class Batch:
             assert 0 <= computed < known, f"row {row}: computed {computed} of {known}"
             assert len(blocks) * self.block_size >= computed, f"row {row}: computed beyond its blocks"
             assert len(np.unique(blocks)) == len(blocks), f"row {row} holds a block twice"
+            assert (row in self.grammars.rows) == bool(self.params[row].grammar), f"row {row}: its grammar"
 
     def _take_blocks(self, row: int) -> Int32:
         length = self.table_length[row]

@@ -63,8 +63,6 @@ def _check_reserved(join: Join, weights_version: int) -> None:
         raise UnimplementedError(f"join: row {join.row}: task {join.task.name} is not available in this version")
     if join.adapter:
         raise UnimplementedError(f"join: row {join.row}: adapters are not available in this version")
-    if join.params.grammar:
-        raise UnimplementedError(f"join: row {join.row}: grammars are not available in this version")
     if join.weights_version not in (0, weights_version):
         raise PlanError(
             f"join: row {join.row}: weights version {join.weights_version}, but {weights_version} is loaded"

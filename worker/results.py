@@ -73,6 +73,7 @@ def apply_outputs(
     reasons = _reasons(batch, rows, chosen, sampled, finite)
     for index in np.flatnonzero(reasons):
         freed.add(int(rows[index]), batch.stop(int(rows[index])))
+    batch.grammars.advance(rows[sampled], chosen[sampled])
     return StepResult(
         rows=plan.rows,
         counts=_spread(sampled, active, size, 0),

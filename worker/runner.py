@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.cpu.native.choice import load_executor
 from worker.executor import Executor
+from worker.grammar import GrammarCompiler, GrammarRows, Report
 from worker.inputs import build_inputs
 from worker.loader.model import ModelFiles, open_model
 from worker.plan_check import check_plan
@@ -33,6 +35,7 @@ class Runner:
             max_length=min(files.config.max_position_embeddings, num_blocks * config.block_size),
             block_size=config.block_size,
             num_blocks=num_blocks,
+            grammars=GrammarRows(GrammarCompiler(files.tokenizer_file, files.config.vocab_size)),
         )
 
     @classmethod
@@ -79,6 +82,14 @@ class Runner:
         inputs = build_inputs(self.batch, plan.rows[active], plan.starts[active], plan.counts[active])
         outputs = self.executor.run(inputs)
         return apply_outputs(plan, self.batch, int32(active), inputs, outputs, freed, self.weights_version)
+
+    def watch_grammars(self, wake: Callable[[], None]) -> None:
+        """From now on `wake` is called, on any thread, when `grammar_reports` has something new."""
+        self.batch.grammars.wake = wake
+
+    def grammar_reports(self) -> list[Report]:
+        """Which rows' grammars are ready or have failed, since the last call."""
+        return self.batch.grammars.reports()
 
     def reset(self) -> None:
         """Empties the batch, for a new epoch."""

@@ -1,7 +1,7 @@
 """From logits to tokens. Every operation works along the vocabulary, so rows do not depend on each other.
 
-Order: bias, allowed ids, min_tokens; penalties; temperature; top-k, top-p, min-p; then the largest of value plus Gumbel
-noise is a draw from what is left (Gumbel 1954; "Gumbel-max"). Legend: S rows, V vocabulary, M candidates.
+Order: bias, allowed ids, grammar, min_tokens; penalties; temperature; top-k, top-p, min-p; then the largest of value
+plus Gumbel noise is a draw from what is left (Gumbel 1954; "Gumbel-max"). Legend: S rows, V vocabulary, M candidates.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def adjust(row_V: Tensor, rule: Adjustment) -> None:
         banned = torch.ones(len(row_V), dtype=torch.bool)
         banned[torch.from_numpy(rule.allowed_ids).long()] = False
         row_V.masked_fill_(banned, -torch.inf)
+    if len(rule.allowed_bits):
+        allowed = np.unpackbits(rule.allowed_bits.view(np.uint8), count=len(row_V), bitorder="little")
+        row_V.masked_fill_(torch.from_numpy(allowed) == 0, -torch.inf)
     if len(rule.banned_ids):
         row_V[torch.from_numpy(rule.banned_ids).long()] = -torch.inf
     if len(rule.known_ids):

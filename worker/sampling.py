@@ -50,10 +50,11 @@ class SamplingColumns:
 
 
 def adjusts_logits(params: SamplingParams) -> bool:
-    """True when logits change before the temperature: by bias, allowed ids, min_tokens or penalties."""
+    """True when logits change before the temperature: by bias, allowed ids, a grammar, min_tokens or penalties."""
     return bool(
         params.bias_ids
         or params.allowed_ids
+        or params.grammar
         or params.min_tokens
         or params.presence_penalty
         or params.frequency_penalty
@@ -71,6 +72,8 @@ class Adjustment:
     bias_values: Float32
     allowed_ids: Int32
     """Empty: all ids are allowed."""
+    allowed_bits: Int32
+    """What the row's grammar allows: bit i % 32 of word i // 32 is for id i. Empty: all."""
     banned_ids: Int32
     """End-of-text and stop ids while min_tokens is not reached."""
     repetition: float
@@ -129,13 +132,19 @@ def _adjustment(batch: Batch, index: int, row: int) -> Adjustment:
     if params.presence_penalty or params.frequency_penalty:
         output_ids, counts = np.unique(tokens[prompt:], return_counts=True)
         output_counts = int32(counts)
-    ends = (*params.eos_ids, *params.stop_ids)
+    banned_ids = int32((*params.eos_ids, *params.stop_ids)) if known - prompt < params.min_tokens else none
+    bits = batch.grammars.bits(row)
+    if bits is None:
+        bits = none
+    elif len(banned_ids) and _leaves_nothing(bits, banned_ids):
+        banned_ids = none  # the grammar has ended before min_tokens: nothing else may follow
     return Adjustment(
         index=index,
         bias_ids=int32(params.bias_ids),
         bias_values=np.asarray(params.bias_values, np.float32),
         allowed_ids=int32(params.allowed_ids),
-        banned_ids=int32(ends) if known - prompt < params.min_tokens else none,
+        allowed_bits=bits,
+        banned_ids=banned_ids,
         repetition=params.repetition_penalty,
         known_ids=np.unique(tokens) if params.repetition_penalty != 1.0 else none,
         presence=params.presence_penalty,
@@ -143,3 +152,10 @@ def _adjustment(batch: Batch, index: int, row: int) -> Adjustment:
         output_ids=output_ids,
         output_counts=output_counts,
     )
+
+
+def _leaves_nothing(bits: Int32, banned_ids: Int32) -> bool:
+    """Whether the allowed ids are all banned."""
+    left = bits.view(np.uint32).copy()
+    np.bitwise_and.at(left, banned_ids // 32, ~(np.uint32(1) << (banned_ids % 32).astype(np.uint32)))
+    return not left.any()

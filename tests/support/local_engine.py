@@ -6,7 +6,7 @@ A result is handed back only when the scheduler issues nothing more, so a window
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,6 +16,8 @@ from proto.messages import (
     End,
     FrontendHello,
     FrontendToScheduler,
+    GrammarFailed,
+    GrammarReady,
     Header,
     Heartbeat,
     Logprobs,
@@ -46,6 +48,7 @@ class PlanRunner(Protocol):
     def hello(self, worker_id: str) -> WorkerHello: ...
     def execute(self, plan: StepPlan) -> StepResult: ...
     def reset(self) -> None: ...
+    def grammar_reports(self) -> Sequence[GrammarReady | GrammarFailed]: ...
 
 
 @dataclass
@@ -114,9 +117,12 @@ class LocalEngine:
         """Give one result back, or let time pass."""
         self.now += 0.001
         beat = FromWorker(WORKER, self.worker_header, Heartbeat(worker=WORKER, last_plan=0, phase=Phase.IDLE))
+        told = [FromWorker(WORKER, self.worker_header, report) for report in self.runner.grammar_reports()]
         if self.results:
             header, result = self.results.popleft()
-            self._feed([beat, FromWorker(WORKER, header, result)])
+            self._feed([beat, *told, FromWorker(WORKER, header, result)])
+        elif told:
+            self._feed([beat, *told])
         else:
             self._feed([beat, Tick()])
 

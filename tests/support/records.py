@@ -88,8 +88,11 @@ def logprobs(draw: Any, num_rows: int) -> m.Logprobs:
     )
 
 
+grammars = st.just("") | st.builds("{}\n{}".format, st.sampled_from(m.GRAMMAR_KINDS), st.text(max_size=20))
+
+
 @st.composite
-def sampling_params(draw: Any, grammar: st.SearchStrategy[str] = maybe_names) -> m.SamplingParams:
+def sampling_params(draw: Any) -> m.SamplingParams:
     bias = draw(st.dictionaries(ids, st.floats(-100, 100), max_size=3))
     return m.SamplingParams(
         temperature=draw(st.floats(0, 2)),
@@ -107,7 +110,7 @@ def sampling_params(draw: Any, grammar: st.SearchStrategy[str] = maybe_names) ->
         allowed_ids=draw(tuples(ids)),
         logprobs=draw(st.integers(-1, 20)),
         prompt_logprobs=draw(st.integers(-1, 20)),
-        grammar=draw(grammar),
+        grammar=draw(grammars),
     )
 
 
@@ -200,7 +203,7 @@ def joins(draw: Any, task: st.SearchStrategy[m.Task], reserved: st.SearchStrateg
         computed=draw(st.integers(0, len(tokens) - 1)),
         max_length=draw(st.integers(len(tokens), INT32_MAX)),
         seed=draw(st.integers(0, 2**64 - 1)),
-        params=draw(sampling_params(reserved)),
+        params=draw(sampling_params()),
         logprobs_from=draw(ids),
         blocks=draw(tuples(columns(ids), most=2)),
         adapter=draw(reserved),
@@ -289,6 +292,8 @@ RECORDS: dict[type, st.SearchStrategy[Any]] = {
     ),
     m.WorkerFault: st.builds(m.WorkerFault, message=st.text(max_size=20), executing=st.booleans()),
     m.StepResult: step_results(),
+    m.GrammarReady: st.builds(m.GrammarReady, sequences=handle_columns(least=1)),
+    m.GrammarFailed: st.builds(m.GrammarFailed, sequence=handles, message=st.text(max_size=20)),
     m.Reset: st.builds(m.Reset),
     m.Shutdown: st.builds(m.Shutdown, reason=st.text(max_size=20)),
     m.StepPlan: step_plans(any_joins, copies | reserved_entries),

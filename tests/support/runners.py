@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from proto.messages import StepPlan, StepResult, WorkerHello
+from proto.messages import GrammarFailed, GrammarReady, StepPlan, StepResult, WorkerHello
 from tests.support.checkpoints import write_tiny
 from worker.config import WorkerConfig
 from worker.runner import Runner
@@ -50,6 +50,11 @@ class SmallPool:
         result = self.runner.execute(plan)
         self.runner.batch.validate()
         return result
+
+    def grammar_reports(self) -> list[GrammarReady | GrammarFailed]:
+        """The runner's, once nothing is being compiled."""
+        self.runner.batch.grammars.settle()
+        return self.runner.grammar_reports()
 
     def reset(self) -> None:
         """Empties the batch."""

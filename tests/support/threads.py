@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import zmq
 
-from proto.messages import StepPlan, StepResult, WorkerHello
+from proto.messages import GrammarFailed, GrammarReady, StepPlan, StepResult, WorkerHello
 from scheduler.config import SchedulerConfig
 from services.bench.faults.strict_worker import StrictWorker
 from services.mailbox import Mailbox
@@ -21,7 +21,8 @@ from services.workerd import WorkerService
 class SimRunner:
     """A PlanRunner whose tokens are those of services.bench.faults.strict_worker.token_at.
 
-    errors: raised by the next executions, oldest first; hold: while it is clear, executions wait.
+    errors: raised by the next executions, oldest first; hold: while it is clear, executions wait. `report`: what
+    is said of a grammar.
     """
 
     def __init__(self, **options: int) -> None:
@@ -29,6 +30,8 @@ class SimRunner:
         self.errors: list[Exception] = []
         self.resets = 0
         self.executed = 0
+        self.reports: list[GrammarReady | GrammarFailed] = []
+        self.wake: Callable[[], None] = lambda: None
         self.hold = threading.Event()
         self.hold.set()
 
@@ -43,8 +46,21 @@ class SimRunner:
         self.executed += 1
         return self.sim.execute(self.sim.next_number, plan)
 
+    def watch_grammars(self, wake: Callable[[], None]) -> None:
+        self.wake = wake
+
+    def grammar_reports(self) -> list[GrammarReady | GrammarFailed]:
+        reports, self.reports = self.reports, []
+        return reports
+
+    def report(self, report: GrammarReady | GrammarFailed) -> None:
+        """As another thread of the worker would."""
+        self.reports.append(report)
+        self.wake()
+
     def reset(self) -> None:
         self.resets += 1
+        self.reports = []
         self.sim.reset()
 
 

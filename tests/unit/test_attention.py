@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import torch
 from proto.messages import Join, SamplingParams, Task, int32
 from worker.batch import Batch
 from worker.cpu.attention import Layout, attend, plan_attention
+from worker.grammar import GrammarCompiler, GrammarRows
 from worker.inputs import StepInputs, build_inputs
 
 HEADS, KV_HEADS, DIM, MAX_LENGTH = 6, 2, 8, 320
@@ -20,7 +22,10 @@ MIXED = [(0, 1), (15, 1), (16, 1), (17, 1), (300, 1), (7, 1), (0, 40), (0, 16), 
 
 def batch_of(work: list[tuple[int, int]], block_size: int, rng: np.random.Generator) -> Batch:
     """Each row holds just the blocks that it needs, in shuffled order."""
-    batch = Batch(max_rows=len(work), max_length=MAX_LENGTH, block_size=block_size, num_blocks=1024)
+    grammars = GrammarRows(GrammarCompiler(Path("tokenizer.json"), 32))
+    batch = Batch(
+        max_rows=len(work), max_length=MAX_LENGTH, block_size=block_size, num_blocks=1024, grammars=grammars
+    )
     free = iter(rng.permutation(1024).tolist())
     for row, (start, count) in enumerate(work):
         blocks = list(itertools.islice(free, -(-(start + count) // block_size)))

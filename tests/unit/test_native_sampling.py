@@ -68,7 +68,7 @@ def inputs(rows: list[dict[str, Any]], adjustments: tuple[Adjustment, ...] = ())
 
 def rule(index: int, **changes: Any) -> Adjustment:
     defaults: dict[str, Any] = dict.fromkeys(
-        ("bias_ids", "allowed_ids", "banned_ids", "known_ids", "output_ids", "output_counts"), int32()
+        ("bias_ids", "allowed_ids", "allowed_bits", "banned_ids", "known_ids", "output_ids", "output_counts"), int32()
     )
     defaults |= {"bias_values": np.zeros(0, np.float32), "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
     return Adjustment(index=index, **(defaults | changes))
@@ -97,12 +97,16 @@ def test_draws_are_those_of_the_torch_sampler(rows: list[dict[str, Any]], seed: 
 
 
 IDS = st.lists(st.integers(0, VOCAB - 1), max_size=20, unique=True).map(int32)
+BITS = st.integers(0, 2**32).map(
+    lambda seed: np.random.default_rng(seed).integers(-(2**31), 2**31, -(-VOCAB // 32)).astype(np.int32)
+)
 RULES = st.builds(
-    lambda index, bias, allowed, banned, known, output, repetition, presence, frequency: rule(
+    lambda index, bits, bias, allowed, banned, known, output, repetition, presence, frequency: rule(
         index,
         bias_ids=bias,
         bias_values=np.linspace(-9, 9, len(bias), dtype=np.float32),
         allowed_ids=allowed,
+        allowed_bits=bits,
         banned_ids=banned,
         known_ids=known,
         output_ids=output,
@@ -112,6 +116,7 @@ RULES = st.builds(
         frequency=frequency,
     ),
     st.integers(0, 2),
+    st.just(int32()) | BITS,
     *[IDS] * 5,
     st.sampled_from([1.0, 0.7, 1.3]),
     st.sampled_from([0.0, -1.5, 0.3]),

@@ -41,7 +41,7 @@ def inputs(rows: list[dict[str, Any]], adjustments: tuple[Adjustment, ...] = ())
 
 def rule(index: int = 0, **changes: Any) -> Adjustment:
     defaults: dict[str, Any] = dict.fromkeys(
-        ("bias_ids", "allowed_ids", "banned_ids", "known_ids", "output_ids", "output_counts"), int32()
+        ("bias_ids", "allowed_ids", "allowed_bits", "banned_ids", "known_ids", "output_ids", "output_counts"), int32()
     )
     defaults |= {"bias_values": np.zeros(0, np.float32), "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
     return Adjustment(index=index, **(defaults | changes))

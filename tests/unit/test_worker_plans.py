@@ -144,7 +144,6 @@ RESERVED: dict[str, tuple[StepPlan, str]] = {
     "score": (plan(joins=(join(1, task=Task.SCORE),)), "task SCORE"),
     "embed": (plan(joins=(join(1, task=Task.EMBED),)), "task EMBED"),
     "adapter": (plan(joins=(join(1, adapter="poet"),)), "adapters"),
-    "grammar": (plan(joins=(join(1, params=SamplingParams(grammar="root ::= 'a'")),)), "grammars"),
     "weights": (plan(entries=(SetWeights(version=2, path="/w"),)), "SetWeights"),
     "load adapter": (plan(entries=(LoadAdapter(name="poet", path="/a"),)), "LoadAdapter"),
     "transfer": (plan(entries=(Transfer(group=0, peer="w2", blocks=int32([1])),)), "Transfer"),

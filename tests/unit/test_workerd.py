@@ -11,6 +11,8 @@ import zmq
 
 from proto.codec import WORKER_TO_SCHEDULER, decode, encode
 from proto.messages import (
+    GrammarFailed,
+    GrammarReady,
     Header,
     Heartbeat,
     Message,
@@ -23,6 +25,7 @@ from proto.messages import (
     WorkerFault,
     WorkerHello,
     int32,
+    int64,
 )
 from services import status
 from services.run_dir import RunDir
@@ -201,3 +204,13 @@ def test_a_worker_that_is_not_wanted_says_why(scheduler, worker):
     while not worker.refused:
         scheduler.expect(scheduler.control, Heartbeat)
     assert worker.refused == "another fingerprint"
+
+
+def test_reports_on_grammars_are_sent_at_once_and_before_a_result(scheduler, worker, runner):
+    header = scheduler.join()
+    runner.report(GrammarReady(sequences=int64([3])))
+    assert scheduler.expect(scheduler.plans, GrammarReady) == (header, GrammarReady(sequences=int64([3])))
+    runner.reports.append(GrammarFailed(sequence=4, message="no"))
+    scheduler.order(replace(header, number=1), EMPTY)
+    assert scheduler.expect(scheduler.plans, GrammarFailed) == (header, GrammarFailed(sequence=4, message="no"))
+    scheduler.expect(scheduler.plans, StepResult)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from proto.messages import (
@@ -16,9 +17,12 @@ from proto.messages import (
     FrontendBeat,
     FrontendHello,
     FrontendToScheduler,
+    GrammarFailed,
+    GrammarReady,
     Header,
     Heartbeat,
     Int64,
+    Join,
     Message,
     Phase,
     Refused,
@@ -41,6 +45,8 @@ from services.bench.faults.strict_worker import EOS, StrictWorker, expected_outp
 HEARTBEAT_SECONDS = 0.25
 FRONTEND_BEAT_SECONDS = 0.5
 HELLO_SECONDS = 1.0
+COMPILE_SECONDS = (0.0, 0.01, 0.05, 0.3)  # of grammars, in turn
+BAD_GRAMMAR = "bad"
 
 
 class StreamViolation(AssertionError):
@@ -189,7 +195,23 @@ class WorkerNode(Process):
         self.last_plan = header.number
         self.busy_until = max(self.world.now, self.busy_until) + busy
         epoch = self.epoch
+        for join in plan.joins:
+            if join.params.grammar:
+                delay = COMPILE_SECONDS[join.sequence % len(COMPILE_SECONDS)]
+                self.world.at(delay, partial(self.finish_grammar, epoch, join))
         self.world.at(self.busy_until - self.world.now, lambda: self._answer(epoch, header, result))
+
+    def finish_grammar(self, epoch: Header, join: Join) -> None:
+        """It was compiled, unless its source is BAD_GRAMMAR."""
+        if not self.alive or self.epoch != epoch:
+            return
+        if join.params.grammar.partition("\n")[2] == BAD_GRAMMAR:
+            self._send(GrammarFailed(sequence=join.sequence, message="bad grammar"))
+            return
+        row = self.worker.rows.get(join.row)
+        if row is not None and row.join is join:
+            row.ready = True
+        self._send(GrammarReady(sequences=int64([join.sequence])))
 
     def _answer(self, epoch: Header, header: Header, result: StepResult) -> None:
         """Send the result; nobody does when the process died, or was stopped, meanwhile."""
@@ -215,6 +237,7 @@ class SimSequence:
     priority: int = 0
     deadline: float | None = None
     tenant: str = ""
+    grammar: str = ""
     outputs: list[int] = field(default_factory=list)
     end: End | None = None
     refused: Refused | None = None
@@ -337,7 +360,7 @@ class FrontendNode(Process):
             Add(
                 request_id=f"{self.name}-{first.siblings[0].handle if first.siblings else first.handle}",
                 prompt_ids=int32(first.prompt),
-                params=SamplingParams(eos_ids=(EOS,), temperature=1.0),
+                params=SamplingParams(eos_ids=(EOS,), temperature=1.0, grammar=first.grammar),
                 max_length=first.max_length,
                 sequences=starts,
                 priority=first.priority,

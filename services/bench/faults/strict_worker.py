@@ -50,6 +50,7 @@ class StrictRow:
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
     stopped: bool = False
+    ready: bool = True  # its grammar, if it has one, is compiled
 
 
 class StrictWorker:
@@ -147,6 +148,7 @@ class StrictWorker:
         _check(0 <= join.row < self.max_rows, "a row outside the batch")
         _check(join.computed < len(join.tokens), "a cached prefix covers the last known token")
         row = StrictRow(join, join.tokens.tolist(), np.zeros(join.max_length + 1, np.int64), join.computed)
+        row.ready = not join.params.grammar
         self.rows[join.row] = row
         _hash_tokens(row, 0, join.computed)
         self._take(row, join.blocks[0].tolist())
@@ -193,6 +195,7 @@ class StrictWorker:
                 _check(not shared, f"blocks {shared} are written by row {index} and stand in other tables too")
 
     def _step(self, row: StrictRow, start: int, count: int) -> tuple[int | None, FinishReason]:
+        _check(row.ready, "planned before its grammar is ready")
         _check(start == row.computed, "positions must be computed in order, once")
         _check(count >= 1, "a row without work")
         end, known = start + count, len(row.tokens)

@@ -105,6 +105,7 @@ ADJUSTMENT = np.dtype(
             for name in ("bias", "allowed", "banned", "known", "output")
             for end in ("begin", "end")
         ),
+        ("bits", np.int32),
         *((name, np.float32) for name in ("repetition", "presence", "frequency")),
     ]
 )
@@ -138,6 +139,7 @@ class Step(Structure):
                 "bias_ids",
                 "bias_values",
                 "allowed_ids",
+                "allowed_bits",
                 "banned_ids",
                 "known_ids",
                 "output_ids",

@@ -125,6 +125,12 @@ class CapturedStep:
             records[name] = [getattr(rule, name) for rule in rules]
         kept = [records]
         self._step.adjustments = address(records)
+        masked = [rule.allowed_bits for rule in rules if len(rule.allowed_bits)]
+        records["bits"] = -1
+        if masked:
+            records["bits"][[len(rule.allowed_bits) > 0 for rule in rules]] = np.arange(len(masked))
+            kept.append(np.stack(masked))
+            self._step.allowed_bits = address(kept[-1])
         for kind in ("bias", "allowed", "banned", "known", "output"):
             ends = np.cumsum([len(getattr(rule, f"{kind}_ids")) for rule in rules])
             records[f"{kind}_end"], records[f"{kind}_begin"][1:] = ends, ends[:-1]

@@ -64,6 +64,20 @@ double sum_of_weights(const float* x, int count, float best, float heat) {
   return sum;
 }
 
+// Puts out every id whose bit is not set.
+void keep_bits(const uint32_t* bits, int vocab, float* x) {
+  const __m256i place = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256 out = _mm256_set1_ps(MINUS_INFINITY);
+  int id = 0;
+  for (; id + LANES <= vocab; id += LANES) {
+    const int eight = static_cast<int>(bits[id / 32] >> (id % 32)) & 0xff;
+    const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(eight), place), place);
+    _mm256_storeu_ps(x + id, _mm256_blendv_ps(out, _mm256_loadu_ps(x + id), _mm256_castsi256_ps(set)));
+  }
+  for (; id < vocab; ++id)
+    if (!(bits[id / 32] >> (id % 32) & 1)) x[id] = MINUS_INFINITY;
+}
+
 // Changes a copy of the row, in the order of worker.sampling.Adjustment.
 void adjust(const Step& step, const Adjustment& rule, int vocab, SamplerScratch& scratch) {
   float* x = scratch.adjusted.data();
@@ -74,6 +88,7 @@ void adjust(const Step& step, const Adjustment& rule, int vocab, SamplerScratch&
     for (int id = 0; id < vocab; ++id)
       if (!scratch.allowed[id]) x[id] = MINUS_INFINITY;
   }
+  if (rule.bits >= 0) keep_bits(step.allowed_bits + static_cast<size_t>(rule.bits) * ((vocab + 31) / 32), vocab, x);
   for (int i = rule.banned_begin; i < rule.banned_end; ++i) x[step.banned_ids[i]] = MINUS_INFINITY;
   for (int i = rule.known_begin; i < rule.known_end; ++i) {
     float& value = x[step.known_ids[i]];

@@ -73,6 +73,7 @@ struct Adjustment {
   int32_t banned_begin, banned_end;
   int32_t known_begin, known_end;
   int32_t output_begin, output_end;
+  int32_t bits;  // which line of allowed_bits, -1 for none
   float repetition, presence, frequency;
 };
 
@@ -104,6 +105,7 @@ struct Step {
   const int32_t* bias_ids;
   const float* bias_values;
   const int32_t* allowed_ids;
+  const uint32_t* allowed_bits;  // lines of vocab / 32 words, rounded up; bit id % 32 of word id / 32
   const int32_t* banned_ids;
   const int32_t* known_ids;
   const int32_t* output_ids;

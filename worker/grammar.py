@@ -1,0 +1,209 @@
+"""Grammars of the batch's rows: what each may say next, as bits over the vocabulary.
+
+A row's matcher is made when the row joins, from its spec and the output that it already has, off the step's thread;
+then each sampled token advances it, and the bits for the next one are computed on a thread of their own while the
+result travels and the device works. A row whose grammar failed allows nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from threading import Lock
+
+import llguidance
+import numpy as np
+
+from proto.messages import GrammarFailed, GrammarReady, Int32, Join, int64
+from worker.grammar_source import LIMITS, GrammarError, library_grammar, one_line
+
+MAX_CACHED = 64  # compiled grammars that are kept
+
+Report = GrammarReady | GrammarFailed
+
+
+class GrammarCompiler:
+    """Makes matchers for one vocabulary; keeps the last grammars that were asked for. Safe for several threads.
+
+    The vocabulary is read when the first grammar comes: it takes a good part of a second, in which Python stands
+    still, and a worker that never sees a grammar need not pay for it.
+    """
+
+    def __init__(self, tokenizer_file: Path, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.num_words = -(-vocab_size // 32)
+        self._file = tokenizer_file
+        self._lock = Lock()
+        self._vocabulary: llguidance.LLTokenizer | None = None
+        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+
+    @property
+    def own_ends(self) -> Sequence[int]:
+        """Ids that the library takes for the end of text, whatever a request says."""
+        return self._read_vocabulary().eos_tokens
+
+    def matcher(self, spec: str) -> llguidance.LLMatcher:
+        """A matcher at the grammar's beginning. GrammarError when the grammar cannot be compiled."""
+        with self._lock:
+            vocabulary = self._read_vocabulary()
+            known = self._compiled.get(spec)
+            if known is not None:
+                self._compiled.move_to_end(spec)
+        if known is None:
+            known = llguidance.LLMatcher(vocabulary, library_grammar(spec), log_level=0, limits=LIMITS)
+            if known.is_error():
+                raise GrammarError(one_line(known.get_error()))
+            with self._lock:
+                self._compiled[spec] = known
+                while len(self._compiled) > MAX_CACHED:
+                    self._compiled.popitem(last=False)
+        return known.deep_copy()
+
+    def _read_vocabulary(self) -> llguidance.LLTokenizer:
+        if self._vocabulary is None:
+            slices = llguidance.LLTokenizer.json_slices()
+            self._vocabulary = llguidance.LLTokenizer(str(self._file), n_vocab=self.vocab_size, slices=slices)
+        return self._vocabulary
+
+
+class RowGrammar:
+    """One row's grammar. After `begin`, only one thread at a time calls it.
+
+    bits: which ids the next token may have; bit i % 32 of word i // 32.
+    """
+
+    def __init__(self, join: Join, num_words: int) -> None:
+        self.sequence = join.sequence
+        self.spec = join.params.grammar
+        self.ends = join.params.eos_ids
+        self.bits = np.zeros(num_words, np.int32)
+        self.failed = False
+        self.compiled: Future[None] = Future()
+        self._output: list[int] = join.tokens[join.num_prompt :].tolist()
+        self._matcher: llguidance.LLMatcher
+        self._own: Sequence[int] = ()
+
+    def begin(self, compiler: GrammarCompiler) -> None:
+        """Compile, follow the output so far, and compute the first bits. GrammarError when that fails."""
+        self._matcher = compiler.matcher(self.spec)
+        self._own = compiler.own_ends
+        if self._output and not self._matcher.consume_tokens(self._output):
+            raise GrammarError(f"the output so far does not match: {one_line(self._matcher.get_error())}")
+        self._compute()
+
+    def advance(self, token: int) -> None:
+        """Follow one sampled token, and compute the bits after it. GrammarError when that fails; bits are then 0."""
+        self.bits = np.zeros_like(self.bits)
+        if not self._matcher.consume_token(token):
+            raise GrammarError(one_line(self._matcher.get_error()))
+        self._compute()
+
+    def _compute(self) -> None:
+        """The request's own end ids are allowed where the grammar may end, and nowhere else."""
+        bits = np.zeros_like(self.bits)
+        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if self._matcher.is_error():
+            raise GrammarError(one_line(self._matcher.get_error()))
+        words = bits.view(np.uint32)
+        for id in (*self._own, *self.ends):
+            words[id // 32] &= ~np.uint32(1 << id % 32)
+        if self._matcher.is_accepting():
+            for id in self.ends:
+                words[id // 32] |= np.uint32(1 << id % 32)
+        self.bits = bits
+
+
+class GrammarRows:
+    """The rows of one batch that have a grammar. All methods are called by the thread that runs the steps.
+
+    `wake` is called, on any thread, when `reports` has something new.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self.rows: dict[int, RowGrammar] = {}
+        self.wake: Callable[[], None] = lambda: None
+        self._compiler = compiler
+        self._reports: deque[Report] = deque()
+        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._advancing = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._masks: Future[None] | None = None
+
+    def join(self, join: Join) -> None:
+        """A row begins; its grammar, if it has one, is compiled in the background."""
+        self.rows.pop(join.row, None)
+        if join.params.grammar:
+            grammar = self.rows[join.row] = RowGrammar(join, self._compiler.num_words)
+            grammar.compiled = self._compiling.submit(self._begin, grammar, self._reports)
+
+    def drop(self, row: int) -> None:
+        """The row has stopped or left."""
+        if self.rows:
+            self.rows.pop(row, None)
+
+    def bits(self, row: int) -> Int32 | None:
+        """Which ids the row may sample next, or None for all. Waits for what is still being computed."""
+        grammar = self.rows.get(row)
+        if grammar is None:
+            return None
+        grammar.compiled.result()
+        if self._masks is not None:
+            self._masks.result()
+        return grammar.bits
+
+    def advance(self, rows: Int32, tokens: Int32) -> None:
+        """These rows have sampled these tokens. Rows that stopped by them were dropped before."""
+        if not self.rows:
+            return
+        pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
+        taken = [(self.rows[row], token) for row, token in pairs if row in self.rows]
+        if taken:
+            self._masks = self._advancing.submit(self._advance, taken, self._reports)
+
+    def reset(self) -> None:
+        """The batch is empty; reports on what it held are dropped."""
+        self.rows.clear()
+        self._reports = deque()
+
+    def reports(self) -> list[Report]:
+        """What there is to tell the scheduler, oldest first."""
+        reports, taken = self._reports, []
+        while reports:
+            taken.append(reports.popleft())
+        return taken
+
+    def settle(self) -> None:
+        """Wait until nothing is being compiled or computed."""
+        for grammar in self.rows.values():
+            grammar.compiled.result()
+        if self._masks is not None:
+            self._masks.result()
+
+    # --- on other threads -----------------------------------------------------------------------------------------
+
+    def _begin(self, grammar: RowGrammar, reports: deque[Report]) -> None:
+        if self._guarded(grammar, reports, partial(grammar.begin, self._compiler)):
+            self._tell(reports, GrammarReady(sequences=int64([grammar.sequence])))
+
+    def _advance(self, taken: list[tuple[RowGrammar, int]], reports: deque[Report]) -> None:
+        for grammar, token in taken:
+            if not grammar.failed:
+                self._guarded(grammar, reports, partial(grammar.advance, token))
+
+    def _guarded(self, grammar: RowGrammar, reports: deque[Report], work: Callable[[], None]) -> bool:
+        """Whether it went well; whatever went wrong is that row's alone, and told."""
+        try:
+            work()
+        except Exception as error:
+            grammar.failed = True
+            text = str(error) if isinstance(error, GrammarError) else f"{type(error).__name__}: {error}"
+            message = f"the grammar failed: {one_line(text)}"
+            self._tell(reports, GrammarFailed(sequence=grammar.sequence, message=message))
+            return False
+        return True
+
+    def _tell(self, reports: deque[Report], report: Report) -> None:
+        reports.append(report)
+        self.wake()
