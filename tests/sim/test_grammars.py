@@ -54,7 +54,7 @@ def test_grammars_are_compiled_again_by_the_next_worker(seed: int) -> None:
     make_mixed(world, world.add_frontend("f0"), 20)
     world.at(1.0, partial(world.kill_worker, "w0"))
     world.at(1.5, partial(world.add_worker, "w1", window=2, num_blocks=60))
-    world.at(2.5, partial(world.restart_scheduler, 0.2))
+    world.at(2.5, partial(world.kill_scheduler, 0.2))
     world.run(lambda: world.now > 5 and world.finished())
     assert_mixed(world)
 
