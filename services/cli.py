@@ -245,6 +245,40 @@ def bench_scheduler(
     raise typer.Exit(measurement.main(steps=steps, json=json))
 
 
+@bench_app.command(context_settings={"max_content_width": 110})
+def serve(
+    *,
+    peers: Annotated[str, typer.Option(help="Others to compare with; '' for none.")] = "vllm,llamacpp,openvino,hf",
+    workloads: Annotated[str, typer.Option(help="Rows of the table; default: all.", show_default=False)] = "",
+    ours: Annotated[str, typer.Option(help="Our sides, by --dtype of `up`.")] = "auto,float32",
+    rounds: Annotated[int, typer.Option(min=1, help="How often every side runs every workload.")] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Seconds for each row: fewer and shorter answers.")] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Curves against concurrency and context instead of the table.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="A name in the store, or a path (without peers).")] = DEFAULT_MODEL,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="File for all figures.", metavar="FILE", show_default=False)
+    ] = None,
+    plots: Annotated[Path, typer.Option(help="Folder for the plots of --sweep.")] = Path("docs/plots"),
+) -> None:
+    """Compare this server with others on this machine: one run, sides taking turns, ratios."""
+    from services.bench import serve as measurement
+
+    bench = measurement.ServeBench(
+        peers=measurement.names(peers),
+        workloads=measurement.names(workloads) or measurement.ServeBench.workloads,
+        ours=measurement.names(ours),
+        rounds=rounds,
+        quick=quick,
+        sweep=sweep,
+        model=model,
+        json_file=json,
+        plots=plots,
+    )
+    raise typer.Exit(measurement.main(bench))
+
+
 @bench_app.command()
 def kernels(
     *,

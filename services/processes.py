@@ -11,7 +11,7 @@ import threading
 import setproctitle
 
 PARENT_VARIABLE = "SIGNALBOX_PARENT_PID"
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def child_environment() -> dict[str, str]:
@@ -25,7 +25,7 @@ def follow_parent() -> None:
     if not parent:
         return
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != int(parent):  # it went before prctl could see it go
         sys.exit(1)
