@@ -180,7 +180,8 @@ class Add:
 
     max_length: absolute limit of prompt and output tokens. priority: lower goes first. tenant: shares the engine
     fairly with the others of its priority; KV is shared between requests of one tenant and cache_salt only.
-    deadline: seconds left, or None. age: seconds since the client's call.
+    deadline: seconds left, or None. age: seconds since it was first sent; over 0 it is sent again, and not refused for
+    want of room.
     """
 
     request_id: str

@@ -209,8 +209,8 @@ def _overload(state: SchedulerState, add: Add, count: int) -> tuple[RefusalCode,
     full = len(state.waiting) + count > config.max_queued_requests or tokens > config.max_queued_tokens
     if not (state.waiting and full):
         return None  # an empty queue takes any one request: else the same one would be refused for ever
-    waits = state.waiting_tokens / state.tokens_per_second if state.tokens_per_second else MIN_RETRY_AFTER
-    retry_after = min(MAX_RETRY_AFTER, max(MIN_RETRY_AFTER, waits))
+    rate = state.computed_per_second * sum(1 for _ in state.ready_workers)
+    retry_after = min(MAX_RETRY_AFTER, max(MIN_RETRY_AFTER, state.waiting_tokens / rate if rate else 0.0))
     message = f"the queue is full: {len(state.waiting)} sequences with {state.waiting_tokens} tokens wait"
     return RefusalCode.OVERLOADED, message, retry_after
 

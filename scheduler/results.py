@@ -142,6 +142,8 @@ def _measure(state: SchedulerState, worker: Worker, flight: Flight, result: Step
         worker.step_time.observe(int(flight.counts.sum()), result.seconds)
         rate = len(result.tokens) / result.seconds
         state.tokens_per_second += RATE_SMOOTHING * (rate - state.tokens_per_second)
+        computed = float(flight.counts.sum()) / result.seconds
+        state.computed_per_second += RATE_SMOOTHING * (computed - state.computed_per_second)
 
 
 # --- the checks that come before anything is applied --------------------------------------------------------------

@@ -202,7 +202,8 @@ class SchedulerState:
         self.next_beat = now
         self.told_ready: bool | None = None
         self.recheck = False  # workers changed: what waits may not fit any more
-        self.tokens_per_second = 0.0  # smoothed over plans
+        self.tokens_per_second = 0.0  # sampled, smoothed over plans
+        self.computed_per_second = 0.0  # the same for all tokens that a worker computes, prompts too
         self.departed: dict[str, dict[str, float]] = {}  # counters of frontends that may come back, by link identity
         self.departed_counters: dict[str, float] = {}  # the sum of those before
         self.totals = Totals()

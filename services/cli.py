@@ -6,6 +6,7 @@ not use.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from services import offline_cli
+from services.environment import warnings_about
 from services.options import takes
+from services.processes import PARENT_VARIABLE
 from services.settings import (
     DEFAULT_MODEL,
     DType,
@@ -297,6 +300,9 @@ def _is_for_people(error: Exception) -> bool:
 
 def _run(command: typer.Typer, name: str) -> None:
     """Run a command line as program `name` and turn an error for people into one line on stderr."""
+    if PARENT_VARIABLE not in os.environ:  # else the one who started us has told it
+        for warning in warnings_about(os.environ):
+            print(f"{name}: warning: {warning}", file=sys.stderr)
     try:
         command(prog_name=name)
     except Exception as error:

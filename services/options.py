@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from services.settings import Address, ByteSize, CommonSettings, Metavar, SettingsError, flag_of, variable_of
+from services.settings import Address, ByteSize, CommonSettings, Metavar, SettingsError, flag_of, variable_of, words_of
 
 Settings = TypeVar("Settings", bound=CommonSettings)
 
@@ -32,8 +32,8 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
 
 def arguments(settings: CommonSettings) -> list[str]:
     """The command line that makes these settings again: what a supervisor starts a service with."""
-    pairs = [(flag_of(field.name), getattr(settings, field.name)) for field in dataclasses.fields(settings)]
-    return [text for flag, value in pairs if value is not None for text in (flag, str(value))]
+    fields = dataclasses.fields(settings)
+    return [word for field in fields for word in words_of(field.name, getattr(settings, field.name))]
 
 
 def _parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -64,8 +64,13 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
         field.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=default,
-        annotation=Annotated[kind, typer.Option(flag_of(field.name), **option)],
+        annotation=Annotated[kind, typer.Option(_flags(field.name, kind), **option)],
     )
+
+
+def _flags(name: str, kind: Any) -> str:
+    """`--flag`, or `--flag/--no-flag` for a yes or no."""
+    return f"{flag_of(name)}/{flag_of(f'no_{name}')}" if kind is bool else flag_of(name)
 
 
 def takes(kind: type[Settings]) -> Callable[[Callable[..., None]], Callable[..., None]]:

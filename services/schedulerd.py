@@ -195,6 +195,9 @@ def config_of(settings: SchedulerSettings) -> SchedulerConfig:
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
         recovery_timeout=settings.recovery_timeout,
+        max_chunk=settings.max_chunk,
+        itl_target=settings.itl_target_ms / 1000 or None,
+        prefix_caching=settings.prefix_caching,
     )
 
 

@@ -128,6 +128,13 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def words_of(name: str, value: object) -> list[str]:
+    """A field's option with its value, as on a command line; nothing for None."""
+    if isinstance(value, bool):
+        return [flag_of(name if value else f"no_{name}")]
+    return [] if value is None else [flag_of(name), str(value)]
+
+
 def variable_of(name: str) -> str:
     """The environment variable of a field: `max_num_seqs` is `SIGNALBOX_MAX_NUM_SEQS`."""
     return "SIGNALBOX_" + name.upper()
@@ -223,6 +230,20 @@ class QueueSettings(RecoverySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PolicySettings(CommonSettings):
+    """How the scheduler batches."""
+
+    max_chunk: Annotated[int, "The most tokens of one prompt in one step.", Bounds(1, 2**20)] = 512
+    itl_target_ms: Annotated[
+        float,
+        "Milliseconds between two tokens that prompts should not make running answers wait for; 0: no target.",
+        NOT_NEGATIVE,
+        Metavar("MS"),
+    ] = 0.0
+    prefix_caching: Annotated[bool, "Keep the KV of ended requests for others that begin alike."] = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class EventSettings(CommonSettings):
     """What becomes of the scheduler's event log (docs/observability.md)."""
 
@@ -289,7 +310,7 @@ class FrontSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerSettings(ServiceSettings, BatchSettings, QueueSettings, EventSettings):
+class SchedulerSettings(ServiceSettings, BatchSettings, QueueSettings, PolicySettings, EventSettings):
     """What signalbox-scheduler can be told."""
 
 
@@ -304,7 +325,7 @@ class FrontendSettings(ServiceSettings, FrontSettings, RecoverySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpSettings(FrontSettings, EngineSettings, QueueSettings, EventSettings):
+class UpSettings(FrontSettings, EngineSettings, QueueSettings, PolicySettings, EventSettings):
     """What `signalbox up` can be told: all of it, for one scheduler, some workers and one frontend."""
 
     workers: Annotated[int, "Worker processes.", Bounds(1, 256)] = 1

@@ -33,8 +33,8 @@ from services.settings import (
     SettingsError,
     UpSettings,
     WorkerSettings,
-    flag_of,
     runtime_base,
+    words_of,
 )
 from services.supervisor import Child, Supervisor
 from worker.cpu.native import build as native
@@ -216,7 +216,7 @@ def introduction(settings: UpSettings, addresses: dict[str, str]) -> str:
     )
     values = {field.name: getattr(settings, field.name) for field in ordered_fields(UpSettings)}
     hidden = ("http", "grpc", "run_dir", "served_model_name")
-    told = "  ".join(f"{flag_of(n)} {v}" for n, v in values.items() if n not in hidden and v is not None)
+    told = "  ".join(" ".join(words) for n, v in values.items() if n not in hidden and (words := words_of(n, v)))
     lines = [
         "",
         f"Signalbox serves {settings.api_name}",

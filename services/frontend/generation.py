@@ -103,7 +103,7 @@ def _add(context: FrontendContext, request: GenerateRequest, prompt: PreparedPro
         )
         for index in range(request.n)
     )
-    age = time.monotonic() - began
+    spent = time.monotonic() - began
     return Add(
         request_id=f"{name}/{sequences[0].sequence}",  # clients may use one id twice
         prompt_ids=int32(prompt.ids),
@@ -113,8 +113,7 @@ def _add(context: FrontendContext, request: GenerateRequest, prompt: PreparedPro
         priority=request.priority,
         tenant=request.tenant,
         cache_salt=request.cache_salt,
-        deadline=None if request.timeout is None else max(0.0, request.timeout - age),
-        age=age,
+        deadline=None if request.timeout is None else max(0.0, request.timeout - spent),
     )
 
 

@@ -165,9 +165,28 @@ def test_the_queue_is_bounded_and_says_when_to_retry() -> None:
     refused = [s.refused for s in sequences if s.refused]
     assert len(refused) >= 4
     assert all(r.code is RefusalCode.OVERLOADED and r.retry_after for r in refused)
+    assert world.state.computed_per_second > 0
     for sequence in sequences:
         if not sequence.refused:
             assert_right(sequence)
+
+
+@pytest.mark.parametrize(("rate", "expected"), [(0.0, 1.0), (2.0, 16.0), (1000.0, 1.0), (0.1, 60.0)])
+def test_the_time_to_retry_is_that_of_computing_what_waits(rate: float, expected: float) -> None:
+    world = World(1, SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_queued_requests=4))
+    world.add_worker("w0", num_blocks=64)
+    frontend = world.add_frontend("f0")
+    sequences = [SimSequence(handle=h, seed=h, prompt=[1] * 8, max_length=20) for h in range(1, 6)]
+
+    def arrive() -> None:
+        world.state.computed_per_second = rate
+        for sequence in sequences:
+            frontend.submit(sequence)
+
+    world.at(1.0, arrive)
+    world.run(lambda: sequences[-1].refused is not None)
+    assert sequences[-1].refused is not None
+    assert sequences[-1].refused.retry_after == expected
 
 
 def test_a_deadline_ends_a_queued_and_a_running_sequence() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from services import status
 from services.processes import PARENT_VARIABLE
+from services.settings import words_of
 
 START_LIMIT = 100.0  # seconds; machines that run tests are busy
 STOP_LIMIT = 20.0
@@ -48,7 +49,7 @@ class Service:
         """Start it; the log is continued."""
         command = [sys.executable, "-m", "services.cli", self.kind]
         for option, value in self.options.items():
-            command += ["--" + option.replace("_", "-"), str(value)]
+            command += words_of(option, value)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SIGNALBOX_")}
         with self.log.open("ab") as log:
             # Tied to this process, so that a test run that is killed leaves nothing behind.

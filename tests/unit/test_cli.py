@@ -1,6 +1,7 @@
 """The command lines as programs: help for strangers, and one line for what a person got wrong."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from services import cli
+from services.environment import known_variables
 
 COMMANDS = ["up", "scheduler", "worker", "frontend", "generate", "chat", "models", "bench", "replay", "events", "plan"]
 
@@ -64,6 +66,25 @@ def test_a_mistake_is_one_line(arguments: list[str], code: int, message: str, tm
     assert result.stderr.startswith(message)
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_a_misspelt_variable_is_warned_about_with_the_nearest_right_one(tmp_path: Path) -> None:
+    environment = {"SIGNALBOX_MAX_NUM_SEQ": "7", "SIGNALBOX_ZZZ": "1", "SIGNALBOX_RUN_DIR": str(tmp_path)}
+    result = signalbox("worker", "--check", cwd=tmp_path, **environment)
+    first, second, _ = result.stderr.splitlines()
+    assert first == (
+        "signalbox: warning: SIGNALBOX_MAX_NUM_SEQ is set, and nothing reads it; did you mean SIGNALBOX_MAX_NUM_SEQS?"
+    )
+    assert second == "signalbox: warning: SIGNALBOX_ZZZ is set, and nothing reads it"
+
+
+def test_every_variable_that_the_repository_names_is_known(repo: Path) -> None:
+    files = [*(repo / "docs").glob("*.md"), *repo.glob("*.yaml"), *repo.glob("*.md"), repo / "signalbox"]
+    files += [file for folder in ("services", "worker", "scripts") for file in (repo / folder).rglob("*.*")]
+    texts = [file.read_text(errors="ignore") for file in files if file.suffix in (".md", ".yaml", ".py", ".sh", "")]
+    named = {name for text in texts for name in re.findall(r"\bSIGNALBOX_[A-Z_]*[A-Z]\b", text)}
+    assert "SIGNALBOX_HOME" in named
+    assert named <= known_variables()
 
 
 def test_a_value_of_the_wrong_form_names_the_option(tmp_path: Path) -> None:

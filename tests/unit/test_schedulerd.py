@@ -105,6 +105,16 @@ def test_a_second_scheduler_is_refused(service, run_dir):
 
 
 def test_settings_reach_the_state_machine(tmp_path):
-    settings = SchedulerSettings(run_dir=tmp_path, max_num_seqs=3, max_num_batched_tokens=64, recovery_timeout=2.5)
+    settings = SchedulerSettings(
+        run_dir=tmp_path,
+        max_num_seqs=3,
+        max_num_batched_tokens=64,
+        recovery_timeout=2.5,
+        max_chunk=17,
+        itl_target_ms=40.0,
+        prefix_caching=False,
+    )
     config = config_of(settings)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.recovery_timeout) == (3, 64, 2.5)
+    assert (config.max_chunk, config.itl_target, config.prefix_caching) == (17, 0.04, False)
+    assert config_of(SchedulerSettings(run_dir=tmp_path)).itl_target is None

@@ -99,6 +99,21 @@ def test_settings_survive_their_own_command_line(kind: type) -> None:
     assert parsed(kind, arguments(settings)) == settings
 
 
+def test_a_yes_or_no_has_two_flags_and_a_variable() -> None:
+    assert parsed(SchedulerSettings, ["--no-prefix-caching"]) == SchedulerSettings(prefix_caching=False)
+    assert parsed(SchedulerSettings, [], {"SIGNALBOX_PREFIX_CACHING": "false"}) == SchedulerSettings(
+        prefix_caching=False
+    )
+    settings = UpSettings(prefix_caching=False, itl_target_ms=25.0, max_chunk=64)
+    assert parsed(UpSettings, arguments(settings)) == settings
+
+
+@pytest.mark.parametrize("header", ["x tenant", "9", "x_tenant", "x:"])
+def test_a_tenant_header_is_the_name_of_a_header(header: str) -> None:
+    with pytest.raises(SettingsError, match="--tenant-header"):
+        FrontendSettings(tenant_header=header)
+
+
 def test_every_field_is_a_variable() -> None:
     env = {
         "SIGNALBOX_MODEL": "/m",
