@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from services import offline_cli
+from services import bench_cli, offline_cli
 from services.environment import warnings_about
 from services.options import takes
 from services.processes import PARENT_VARIABLE
@@ -36,6 +36,7 @@ bench_app = typer.Typer(help="Measurements.", no_args_is_help=True, **PLAIN)
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 offline_cli.register(app)
+bench_cli.register(bench_app)
 
 OUR_PACKAGES = ("proto", "kvpool", "scheduler", "worker", "services")
 
