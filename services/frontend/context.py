@@ -9,6 +9,7 @@ from services.frontend.types import Engine
 from services.settings import FrontendSettings
 
 if TYPE_CHECKING:
+    from services.frontend.grammar import GrammarChecker
     from services.frontend.known_requests import KnownRequests
     from services.frontend.prometheus import FrontendMetrics
     from services.frontend.tokenizer import Tokenizer
@@ -54,3 +55,4 @@ class FrontendContext:
     settings: FrontendSettings
     metrics: FrontendMetrics
     requests: KnownRequests
+    grammars: GrammarChecker

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from proto.messages import Add, FinishReason, SequenceStart, int32
 from services.frontend.choice import Choice, Tally
 from services.frontend.context import FrontendContext
+from services.frontend.grammar import settle_grammar
 from services.frontend.prepare import PreparedPrompt, prepare
 from services.frontend.request import GenerateRequest
 from services.frontend.types import Chunk, Output, RequestStream
@@ -26,6 +27,7 @@ async def generate(context: FrontendContext, request: GenerateRequest) -> AsyncG
     """
     began = time.monotonic()
     context.metrics.ignored_fields(request.ignored_fields)
+    request = await settle_grammar(request, context.grammars)
     prompts = await prepare(context, request)
     tally = Tally(sum(len(prompt.ids) for prompt in prompts))
     choices = [

@@ -40,24 +40,29 @@ PLAIN_FIELDS = (
 )
 LIST_FIELDS = ("allowed_token_ids", "stop", "stop_token_ids")
 # Names in the body of a chat that this API spells otherwise.
-RENAMED = {"messages": "chat.messages", "top_logprobs": "logprobs"}
+RENAMED = {
+    "messages": "chat.messages",
+    "top_logprobs": "logprobs",
+    "structured_outputs.json_object": "json_object",
+    "structured_outputs.json": "json_schema",
+    "structured_outputs.regex": "regex",
+    "structured_outputs.choice": "choice",
+    "structured_outputs.grammar": "grammar",
+}
 
 
 def validated(
     message: pb.GenerateRequest, limits: Limits, request_id: str, *, stream: bool, tenant: str = ""
 ) -> GenerateRequest:
-    """The request, judged by the validator that HTTP has too. Raises ValidationFailed with our field names.
+    """The request, judged by the validator that HTTP has too. Raises ValidationFailed; `renamed` has our field names.
 
     request_id: holds when the message has none.
     """
     if stream and message.HasField("prompt_logprobs"):
         raise ValidationFailed("prompt_logprobs cannot be streamed; call GenerateOnce", "prompt_logprobs")
-    try:
-        if message.HasField("chat"):
-            return validate_chat(chat_body(message), limits, request_id=request_id, tenant=tenant, details=True)
-        return validate_completion(completion_body(message), limits, request_id=request_id, tenant=tenant, details=True)
-    except ValidationFailed as error:
-        raise renamed(error) from None
+    if message.HasField("chat"):
+        return validate_chat(chat_body(message), limits, request_id=request_id, tenant=tenant, details=True)
+    return validate_completion(completion_body(message), limits, request_id=request_id, tenant=tenant, details=True)
 
 
 def renamed(error: ValidationFailed) -> ValidationFailed:
@@ -107,6 +112,10 @@ def common_body(message: pb.GenerateRequest) -> dict[str, Any]:
     body |= {name: list(values) for name in LIST_FIELDS if (values := getattr(message, name))}
     if message.logit_bias:
         body["logit_bias"] = {str(token): value for token, value in message.logit_bias.items()}
+    if wanted := message.WhichOneof("structured_output"):
+        value = list(message.choice.texts) if wanted == "choice" else getattr(message, wanted)
+        # Text that is false in Python is still a (bad) grammar; json_object must be true.
+        body["structured_outputs"] = {"json" if wanted == "json_schema" else wanted: value or ""}
     return body
 
 

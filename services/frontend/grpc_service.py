@@ -18,7 +18,7 @@ from proto import signalbox_pb2_grpc
 from services.frontend import grpc_errors
 from services.frontend.context import FrontendContext
 from services.frontend.generation import generate
-from services.frontend.grpc_convert import ResponseMaker, validated
+from services.frontend.grpc_convert import ResponseMaker, renamed, validated
 from services.frontend.grpc_errors import CallFailed, Failure
 from services.frontend.request import GenerateRequest, ValidationFailed, limits_of
 from services.frontend.tenant import tenant_of
@@ -116,7 +116,7 @@ async def answered(method: str, call: Call) -> AsyncIterator[None]:
             code = "OK"
             return
         except ValidationFailed as error:
-            failure = grpc_errors.invalid(error)
+            failure = grpc_errors.invalid(renamed(error))
         except RequestRefused as error:
             failure = grpc_errors.refused(error)
         except CallFailed as error:

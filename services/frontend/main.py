@@ -14,6 +14,7 @@ from aiohttp import web
 
 from services.frontend.context import FrontendContext, ServedModel
 from services.frontend.engine import EngineClient
+from services.frontend.grammar import GrammarChecker
 from services.frontend.grpc_server import start_grpc
 from services.frontend.http import build_app
 from services.frontend.known_requests import KnownRequests
@@ -80,6 +81,7 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
         settings=settings,
         metrics=metrics,
         requests=KnownRequests(),
+        grammars=GrammarChecker(tokenizer.offload),
     )
     status_file = StatusFile(run_dir, "frontend", settings.name)
     try:

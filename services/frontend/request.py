@@ -28,6 +28,14 @@ class ValidationFailed(ValueError):
         self.code = code
 
 
+@dataclass(frozen=True, slots=True)
+class WantedGrammar:
+    """What the output must match: a spec for services/frontend/grammar.py. field: the client's name for it."""
+
+    spec: str
+    field: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """The model that is served, the tokens that fit (0: not known yet), and the caps on what a client may ask."""
@@ -54,7 +62,7 @@ class GenerateRequest:
     carry their OutputTokens (else `tokens` stays empty, which is cheaper). show_prompt_logprobs: the client asked for
     prompt_logprobs by name. timeout: seconds from now until the request is given up, or None. tenant: as a trusted
     gateway named it, else empty.
-    ignored_fields: how many unknown fields the body held.
+    ignored_fields: how many unknown fields the body held. grammar: what params.grammar will be made from.
     """
 
     chat: bool
@@ -67,6 +75,7 @@ class GenerateRequest:
     add_special_tokens: bool
     n: int
     params: SamplingParams
+    grammar: WantedGrammar | None = None
     seed: int | None
     max_tokens: int | None
     max_field: str | None

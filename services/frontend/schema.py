@@ -129,6 +129,13 @@ class Body(BaseModel):
     deadline: Seconds | None = None
     user: str | None = None
     cache_salt: Salt | None = None
+    # Checked by services/frontend/grammar.py.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
 
 class CompletionBody(Body):
@@ -158,12 +165,6 @@ COMMON_LACKING: dict[str, tuple[object, ...]] = {
     "early_stopping": (False,),
     "bad_words": ([],),
     "logprobs_mode": ("raw", "raw_logprobs"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "truncate_prompt_tokens": (),

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from proto.messages import SamplingParams
 from services.frontend.chat import check_messages
+from services.frontend.grammar import wanted_grammar
 from services.frontend.request import GenerateRequest, Limits, Prompt, ValidationFailed, limits_of
 from services.frontend.schema import (
     CHAT_LACKING,
@@ -207,10 +208,16 @@ def _common(
     if parsed.min_tokens and max_tokens is not None and parsed.min_tokens > max_tokens:
         raise ValidationFailed(f"min_tokens ({parsed.min_tokens}) is over {max_field} ({max_tokens})", "min_tokens")
     options = parsed.stream_options
+    grammar = wanted_grammar(parsed)
+    if grammar is not None and not limits.model.generation.eos_token_ids:
+        raise ValidationFailed(
+            f"{grammar.field} cannot be served: the model names no end-of-text token to end with", grammar.field
+        )
     return {
         "request_id": parsed.request_id or request_id,
         "n": n,
         "params": _sampling(parsed, limits, logprobs, prompt_logprobs),
+        "grammar": grammar,
         "seed": parsed.seed,
         "stop": tuple(parsed.stop or ()),
         "include_stop": parsed.include_stop_str_in_output is True,

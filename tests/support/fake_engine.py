@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from proto.messages import Add, End, FinishReason
 from services.frontend.context import FrontendContext, ServedModel
+from services.frontend.grammar import GrammarChecker
 from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
@@ -181,11 +182,13 @@ def fake_context(
     model = model or tiny_served_model()
     metrics = FrontendMetrics(model.id)
     engine.counters = metrics.counters
+    tokenizer = tokenizer or tiny_tokenizer()
     return FrontendContext(
         engine=engine,
-        tokenizer=tokenizer or tiny_tokenizer(),
+        tokenizer=tokenizer,
         model=model,
         settings=settings or FrontendSettings(),
         metrics=metrics,
         requests=KnownRequests(),
+        grammars=GrammarChecker(tokenizer.offload),
     )

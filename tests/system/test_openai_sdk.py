@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 
 PROMPT = "The capital of France is"
@@ -122,3 +124,36 @@ async def test_async_streams_at_once_equal_their_lone_answers(engine_server, cli
         assert await asyncio.gather(*map(ask, prompts)) == alone
         plain = await client_.chat.completions.create(model=model, messages=MESSAGES, **GREEDY)
         assert plain.usage.completion_tokens == 8
+
+
+class City(pydantic.BaseModel):
+    """What the model is made to answer."""
+
+    name: Literal["Paris", "Rome"]
+    capital: bool
+    districts: int | None
+
+
+def test_structured_output_is_parsed_into_a_pydantic_model(client, model):
+    answer = client.chat.completions.parse(
+        model=model, messages=MESSAGES, response_format=City, temperature=1, seed=5, max_tokens=400
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert choice.message.parsed == City.model_validate_json(choice.message.content)
+    with client.chat.completions.stream(
+        model=model, messages=MESSAGES, response_format=City, temperature=1, seed=5, max_tokens=400
+    ) as stream:
+        streamed = stream.get_final_completion()
+    assert streamed.choices[0].message.parsed == choice.message.parsed
+
+
+def test_a_bad_schema_is_the_callers_error(client, model):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=model,
+            messages=MESSAGES,
+            response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "wrong"}}},
+        )
+    assert caught.value.param == "response_format.json_schema.schema"
+    assert "wrong" in caught.value.message

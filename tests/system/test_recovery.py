@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -109,3 +110,17 @@ def test_a_killed_frontend_gives_its_blocks_back(server):
     wait_for(lambda: server.metric("signalbox_kv_blocks_used") == 0, "an empty pool", limit=10)
     wait_for(lambda: server.metric("signalbox_frontends") == 1, "one frontend")
     del server.services["frontend1"]
+
+
+def test_a_structured_answer_goes_on_inside_its_grammar_after_its_worker_died(server):
+    wanted = {"structured_outputs": {"regex": "([a-z]{5},){20}"}, "temperature": 1, "seed": 3, "ignore_eos": False}
+    expected = server.text(PROMPT, max_tokens=LENGTH, **wanted)
+    assert re.fullmatch("([a-z]{5},){20}", expected)
+    streamed = ""
+    for event in server.stream(PROMPT, max_tokens=LENGTH, **wanted):
+        assert "error" not in event, event
+        before, streamed = streamed, streamed + event["choices"][0]["text"]
+        if len(before) < 30 <= len(streamed):
+            server.services["worker0"].kill()
+            server.services["worker0"].start()
+    assert streamed == expected

@@ -311,11 +311,6 @@ def test_refused_in_chat(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
-        ("guided_json", {}),
-        ("guided_regex", "a+"),
-        ("structured_outputs", {"regex": "a"}),
         ("bad_words", ["x"]),
         ("logprobs_mode", "sampled"),
         ("use_beam_search", True),
