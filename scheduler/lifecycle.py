@@ -10,6 +10,7 @@ from scheduler.batch import Stay
 from scheduler.errors import SchedulerError
 from scheduler.sequence import Sequence, Status
 from scheduler.state import SchedulerState, Worker
+from scheduler.timing import note_admission
 
 
 def create(state: SchedulerState, sequence: Sequence, cause: str, now: float) -> None:
@@ -34,6 +35,7 @@ def admit(
     """Give a waiting sequence a row of `worker`. blocks: its table so far, whose first `computed` positions have KV
     and whose first `shared` blocks others may hold too."""
     state.waiting.remove(sequence)
+    note_admission(state, sequence, now)
     sequence.move(Status.RUNNING, f"admitted by {worker.peer}", now)
     state.last_stay += 1
     stay = Stay(state.last_stay, worker.batch.free_rows.pop(), sequence)

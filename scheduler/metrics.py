@@ -22,7 +22,7 @@ def metrics(state: SchedulerState) -> dict[str, float]:
         "signalbox_kv_slots_used": sum(worker.used_slots for worker in state.ready_workers),
         "signalbox_kv_cache_usage_ratio": used / blocks if blocks else 0.0,
         "signalbox_kv_blocks_cached": sum(pool.num_cached for pool in pools),
-        "signalbox_tokens_per_second": state.tokens_per_second,
+        "signalbox_tokens_per_second": state.tokens_per_second if state.num_running else 0.0,
         "signalbox_prefix_cache_queries_total": totals.prefix_queries,
         "signalbox_prefix_cache_hits_total": totals.prefix_hits,
         "signalbox_preemptions_total": totals.preemptions,
@@ -39,4 +39,6 @@ def metrics(state: SchedulerState) -> dict[str, float]:
     ):
         for key, count in sorted(counter.items()):
             values[f'{name}{{{label}="{key}"}}'] = count
+    values.update(totals.queue_time.samples("signalbox_request_queue_time_seconds"))
+    values.update(totals.prefill_time.samples("signalbox_request_prefill_time_seconds"))
     return values

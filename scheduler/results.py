@@ -15,6 +15,7 @@ from scheduler.queue import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from scheduler.sequence import LogprobEntry
 from scheduler.state import Flight, SchedulerState, Worker
 from scheduler.steady import Piece, Steady, apply_steady, is_steady
+from scheduler.timing import note_first_tokens
 
 RATE_SMOOTHING = 0.1  # weight of the newest plan in tokens_per_second
 
@@ -37,6 +38,7 @@ def apply_result(state: SchedulerState, worker: Worker, header: Header, result: 
     _check_rows(worker, flight, result, stopping, current)
     _check_freed(worker, flight, result, stopping, current)
     worker.flights.popleft()
+    note_first_tokens(state, worker, flight, result, now)
     _advance_columns(state, worker, flight, result, current)
     _add_logprobs(worker, flight, result.logprobs, current)
     _deliver(state, worker, flight, current)

@@ -81,6 +81,8 @@ class Sequence:
     bypassed: int = 0  # sequences that were admitted while this one did not fit
     cached: int = 0  # prompt tokens that were not computed
     charged: int = 0  # prompt positions below it were charged to the tenant, and are not again after a preemption
+    admitted_at: float | None = None  # for the first time
+    begun: bool = False  # whether its first token has come
     held_since: float | None = None  # since when it waits for a block that another row computes
     end: End | None = None
     end_sent: bool = False

@@ -19,6 +19,7 @@ from proto.messages import Header, Int32, Int64, WorkerHello
 from scheduler.batch import Bools, RowBatch, Stay
 from scheduler.config import SchedulerConfig
 from scheduler.errors import SchedulerError
+from scheduler.histogram import Histogram
 from scheduler.queue import Tenants, WaitingQueue
 from scheduler.sequence import Sequence, Status
 from scheduler.steady import Piece, Steady
@@ -175,6 +176,8 @@ class Totals:
     plans: int = 0
     worker_losses: int = 0
     epochs_reset: int = 0
+    queue_time: Histogram = field(default_factory=Histogram)
+    prefill_time: Histogram = field(default_factory=Histogram)
     ended: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -250,8 +253,10 @@ class SchedulerState:
         return max(now, min(times))
 
     def story(self, request_id: str) -> list[str]:
-        """What happened to a request's sequences, with causes."""
-        return [s.tell() for s in self.sequences.values() if s.request_id == request_id]
+        """What happened to a request's sequences, with causes. Frontends add `/` and a number to a client's id."""
+        begin = f"{request_id}/"
+        sequences = self.sequences.values()
+        return [s.tell() for s in sequences if s.request_id == request_id or s.request_id.startswith(begin)]
 
     # --- proof ----------------------------------------------------------------------------------------------------
 

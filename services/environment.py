@@ -10,9 +10,9 @@ from services.processes import PARENT_VARIABLE
 from services.settings import FrontendSettings, SchedulerSettings, UpSettings, WorkerSettings, variable_of
 
 PREFIX = "SIGNALBOX_"
-# What is read elsewhere: by the model store, the CPU engine's choice, the clients, the launcher, and compose.yaml.
+# What is read elsewhere: by the model store, the CPU engine's choice, clients, the launcher, scripts and compose.yaml.
 OTHERS = (
-    *("HOME", "CACHE", "CPU_ENGINE", "URL", "PYTHON", "TORCH", "BUILD", "COMPOSE"),
+    *("HOME", "CACHE", "CPU_ENGINE", "URL", "PYTHON", "TORCH", "BUILD", "COMPOSE", "PEERS"),
     *("IMAGE", "PUBLISH", "HTTP_PORT", "GRPC_PORT"),
 )
 

@@ -1,4 +1,4 @@
-"""Commands that need no running engine, or ask one for its event log: `replay`, `events` and `plan`."""
+"""Commands that need no running engine, or ask one for its event log: `replay`, `events`, `story` and `plan`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ Settings = Annotated[
         help="What if: serve the log's requests in a simulation with another setting; may be given several times.",
     ),
 ]
+RunFolder = Annotated[
+    Path | None,
+    typer.Option(envvar="SIGNALBOX_RUN_DIR", help="Run folder of the scheduler; default: the one that runs here."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
 
@@ -32,6 +36,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to `signalbox`."""
     app.command()(replay)
     app.command()(events)
+    app.command()(story)
     app.command()(plan)
 
 
@@ -53,16 +58,25 @@ def replay(
 
 def events(
     *,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(envvar="SIGNALBOX_RUN_DIR", help="Run folder of the scheduler; default: the one that runs here."),
-    ] = None,
+    run_dir: RunFolder = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Copy the log to this new file.")] = None,
 ) -> None:
     """Have the running scheduler write its last inputs to a file, to replay or to attach to a bug report."""
     from services import save_events
 
     typer.echo(save_events.save(run_dir, output))
+
+
+def story(
+    request: Annotated[str, typer.Argument(metavar="REQUEST", help="The request's id, as in x-request-id.")],
+    *,
+    run_dir: RunFolder = None,
+) -> None:
+    """Tell what the running scheduler did with a request, also with one that ended lately."""
+    from services import save_events
+
+    for line in save_events.story(run_dir, request):
+        typer.echo(line)
 
 
 def plan(

@@ -1,14 +1,17 @@
-"""`signalbox events`: the event log in the memory of the running scheduler, as a file."""
+"""`signalbox events`: the event log in the memory of the running scheduler, as a file; `story`: what it tells."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
 from services import status
+from services.eventlog import LogFile
+from services.replay import replay
 from services.settings import runtime_base
 
 TIMEOUT = 10.0  # seconds that the scheduler may take
@@ -38,6 +41,18 @@ def save(run_dir: Path | None, output: Path | None, timeout: float = TIMEOUT) ->
         return Path(shutil.move(path, output))
     except OSError as error:
         raise SaveEventsError(f"{output} cannot be written ({error.strerror}); the log is {path}") from error
+
+
+def story(run_dir: Path | None, request: str) -> list[str]:
+    """What happened to a request, from the scheduler's memory. SaveEventsError when nothing is known of it."""
+    with tempfile.TemporaryDirectory(prefix="signalbox-story-") as folder:
+        log = LogFile.open(save(run_dir, Path(folder) / "now.events"))
+        lines = replay(log, story_of=request).story
+    if not lines:
+        raise SaveEventsError(
+            f"the scheduler's memory holds no request {request!r}; --event-memory says how far it goes"
+        )
+    return lines
 
 
 def _scheduler(run_dir: Path | None) -> tuple[Path, int]:

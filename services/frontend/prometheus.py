@@ -22,6 +22,11 @@ LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="([^"]*)"')
 FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+# Histograms that the scheduler measures.
+SCHEDULER_HISTOGRAMS = {
+    "signalbox_request_queue_time_seconds": "From a sequence's arrival to its first row.",
+    "signalbox_request_prefill_time_seconds": "From a sequence's first row to its first token.",
+}
 REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -170,11 +175,11 @@ class FrontendMetrics(Collector):
     def _family(self, sample: str, families: dict[str, Metric]) -> Metric:
         """Where the sample belongs: our own declared one, else a counter or a gauge of the scheduler."""
         name = re.sub(r"_(total|bucket|sum|count)$", "", sample)
-        name = name if name in self._families or sample.endswith("_total") else sample
+        own, measured = self._families.get(name), SCHEDULER_HISTOGRAMS.get(name)
+        name = name if own or measured or sample.endswith("_total") else sample
         if name not in families:
-            own = self._families.get(name)
-            kind = own.type if own else "counter" if sample.endswith("_total") else "gauge"
-            text = own.documentation if own else name.removeprefix("signalbox_").replace("_", " ")
+            kind = own.type if own else "histogram" if measured else "counter" if sample.endswith("_total") else "gauge"
+            text = own.documentation if own else measured or name.removeprefix("signalbox_").replace("_", " ")
             families[name] = Metric(name, text, kind)
         return families[name]
 

@@ -12,7 +12,20 @@ from typer.testing import CliRunner
 from services import cli
 from services.environment import known_variables
 
-COMMANDS = ["up", "scheduler", "worker", "frontend", "generate", "chat", "models", "bench", "replay", "events", "plan"]
+COMMANDS = [
+    "up",
+    "scheduler",
+    "worker",
+    "frontend",
+    "generate",
+    "chat",
+    "models",
+    "bench",
+    "replay",
+    "events",
+    "story",
+    "plan",
+]
 
 
 def signalbox(*arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:

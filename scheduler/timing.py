@@ -1,0 +1,27 @@
+"""How long sequences wait for a row, and from then on for their first token; each sequence once, however often it is
+displaced."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from proto.messages import StepResult
+from scheduler.sequence import Sequence
+from scheduler.state import Flight, SchedulerState, Worker
+
+
+def note_admission(state: SchedulerState, sequence: Sequence, now: float) -> None:
+    """The sequence gets a row. One that has tokens already was admitted before, perhaps by another scheduler."""
+    if sequence.admitted_at is None and len(sequence.tokens) == sequence.num_prompt:
+        sequence.admitted_at = now
+        state.totals.queue_time.observe(now - sequence.arrival)
+
+
+def note_first_tokens(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, now: float) -> None:
+    """A result is about to be applied: observe the rows whose first token it brings."""
+    first = flight.samples & (flight.starts < worker.batch.num_prompt[flight.rows]) & (result.counts > 0)
+    for index in np.flatnonzero(first).tolist():
+        sequence = worker.stay_of(int(flight.stays[index]), int(flight.rows[index])).sequence
+        if sequence.admitted_at is not None and not sequence.begun:
+            sequence.begun = True
+            state.totals.prefill_time.observe(now - sequence.admitted_at)
