@@ -6,8 +6,7 @@ the adapter and the tenant's salt. 128 bits of BLAKE2b (RFC 7693).
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from proto.messages import Int32
@@ -24,20 +23,21 @@ def root_digest(weights_version: int, adapter: str, salt: str) -> bytes:
 
 def extend_digests(digests: list[bytes], root: bytes, tokens: Int32, block_size: int) -> None:
     """Append the digests of all full blocks of `tokens` (int32, the whole sequence) that `digests` lacks."""
+    first, last = len(digests), len(tokens) // block_size
+    content = tokens[first * block_size : last * block_size].tobytes()
+    step = block_size * tokens.itemsize
     parent = digests[-1] if digests else root
-    for begin in range(len(digests) * block_size, len(tokens) - block_size + 1, block_size):
-        content = tokens[begin : begin + block_size].tobytes()
-        parent = blake2b(parent + content, digest_size=DIGEST_BYTES).digest()
+    for begin in range(0, len(content), step):
+        parent = blake2b(parent + content[begin : begin + step], digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
 
 
 class PrefixIndex:
-    """Digest <-> block, and the blocks that nothing but this index holds, least recently used first."""
+    """Digest <-> block, one to one. digest_of[block]: b"" for one that is not in the index."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.block_of: dict[bytes, int] = {}
-        self.digest_of: dict[int, bytes] = {}
-        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.digest_of = [b""] * num_blocks
 
     def match(self, digests: Sequence[bytes]) -> list[int]:
         """Blocks of the longest known prefix of a chain of digests. Changes nothing, not even the order of use."""
@@ -49,12 +49,22 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def add(self, digest: bytes, block: int) -> None:
-        """Block holds what `digest` names. Neither may be known yet."""
-        self.block_of[digest] = block
-        self.digest_of[block] = digest
+    def add(self, blocks: Iterable[int], digests: Sequence[bytes]) -> list[int]:
+        """Blocks hold what the digests name; one with a block or a digest that is known already is passed over.
 
-    def drop(self, block: int) -> None:
-        """Forget a block."""
-        del self.block_of[self.digest_of.pop(block)]
-        self.idle.pop(block, None)
+        Returns the blocks that are new.
+        """
+        block_of, digest_of = self.block_of, self.digest_of
+        fresh: list[int] = []
+        for block, digest in zip(blocks, digests, strict=True):
+            if not digest_of[block] and block_of.setdefault(digest, block) == block:
+                digest_of[block] = digest
+                fresh.append(block)
+        return fresh
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """Forget blocks, all of which it must know."""
+        block_of, digest_of = self.block_of, self.digest_of
+        for block in blocks:
+            del block_of[digest_of[block]]
+            digest_of[block] = b""

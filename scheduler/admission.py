@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpool.pool import HolderKind
-from proto.messages import Copy
+import numpy as np
+
+from proto.messages import Copy, Int32, int32
 from scheduler.errors import SchedulerError
 from scheduler.lifecycle import admit
 from scheduler.sequence import Sequence, Status
@@ -18,6 +20,21 @@ LOOKAHEAD = 16  # how many of a tenant's first sequences may be tried for one pl
 LOAD_SLACK = 0.25  # share of a worker's rows by which a cached prefix may outweigh a smaller load
 
 
+@dataclass(slots=True)
+class Offer:
+    """What one worker has for one waiting sequence. hits: its blocks that hold a prefix of the sequence, at most
+    those below the last token's position; next_digest: of the first block after them, b"" when there is none below."""
+
+    builder: PlanBuilder
+    hits: list[int]
+    next_digest: bytes
+
+    @property
+    def worker(self) -> Worker:
+        """The worker."""
+        return self.builder.worker
+
+
 def admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
     """Admit in the queue's order. What does not fit may be passed by smaller ones, but only max_bypass times."""
     if not state.waiting or not any(builder.has_room for builder in builders):
@@ -27,43 +44,46 @@ def admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
         takers = [builder for builder in builders if builder.has_room]
         if not takers:
             break
-        now = takers[0].now
-        if _waits_for_source(state, sequence) or _waits_for_block(state, sequence, takers, now):
+        if _waits_for_source(state, sequence):
             continue
-        takers = [builder for builder in takers if can_admit(builder, sequence)]
-        if not takers:
+        offers = [_look(builder, sequence) for builder in takers]
+        if _waits_for_block(state, sequence, offers, takers[0].now):
+            continue
+        offers = [offer for offer in offers if can_admit(offer, sequence)]
+        if not offers:
             if sequence.bypassed >= state.config.max_bypass:
                 break
             blocked.append(sequence)
             continue
-        _take(state, _choose(takers, sequence), sequence)
+        _take(state, _choose(offers, sequence), sequence)
         for other in blocked:
             other.bypassed += 1
         if any(other.bypassed >= state.config.max_bypass for other in blocked):
             break
 
 
-def can_admit(builder: PlanBuilder, sequence: Sequence) -> bool:
+def can_admit(offer: Offer, sequence: Sequence) -> bool:
     """Hysteresis: all known tokens must fit, and one more block for each running row, or it would soon be preempted
     again; a sequence alone needs no reserve. Prompts on their way get half of what they have still to take: about as
     much again comes back from others before they take it."""
-    worker = builder.worker
+    worker, pool = offer.worker, offer.worker.pool
     if sequence.max_length > worker.capacity:
         return False
-    hits = cached_blocks(worker, sequence)
-    idle = sum(1 for block in hits if block in worker.pool.prefix.idle)
-    needed = -(-len(sequence.tokens) // worker.pool.block_size) - len(hits)
-    reserve = worker.num_running + worker.blocks_to_come // 2
-    return worker.pool.check_free(needed + idle + reserve)
+    idle = pool.idle.count_in(int32(offer.hits)) if offer.hits else 0
+    needed = -(-len(sequence.tokens) // pool.block_size) - len(offer.hits)
+    reserve = worker.num_running + offer.builder.blocks_to_come // 2
+    return needed + idle + reserve <= pool.num_free
 
 
-def cached_blocks(worker: Worker, sequence: Sequence) -> list[int]:
-    """Blocks of this worker that hold a prefix of the sequence: at most those below its last token's position."""
-    pool = worker.pool
-    if not sequence.reads_cache or not pool.prefix.block_of:
-        return []  # with prefix caching off the index stays empty
-    digests = sequence.prefix_digests(sequence.tokens, pool.block_size, worker.weights_version)
-    return pool.prefix.match(digests[: (len(sequence.tokens) - 1) // pool.block_size])
+def _look(builder: PlanBuilder, sequence: Sequence) -> Offer:
+    """One look into the worker's prefix index."""
+    pool = builder.worker.pool
+    if not sequence.reads_cache or not builder.state.config.prefix_caching:
+        return Offer(builder, [], b"")
+    digests = sequence.prefix_digests(sequence.tokens, pool.block_size, builder.worker.weights_version)
+    usable = (len(sequence.tokens) - 1) // pool.block_size
+    hits = pool.prefix.match(digests[:usable])
+    return Offer(builder, hits, digests[len(hits)] if len(hits) < usable else b"")
 
 
 def adoptable(worker: Worker, sequence: Sequence) -> bool:
@@ -89,50 +109,39 @@ def _waits_for_source(state: SchedulerState, sequence: Sequence) -> bool:
     return bool(state.workers[source.worker].batch.retired[source.row] < len(sequence.tokens) - 1)
 
 
-def _waits_for_block(state: SchedulerState, sequence: Sequence, takers: list[PlanBuilder], now: float) -> bool:
+def _waits_for_block(state: SchedulerState, sequence: Sequence, offers: list[Offer], now: float) -> bool:
     """Whether a running row is about to fill the next block that it needs; it waits for that a bounded time."""
-    if not sequence.reads_cache or not any(b.worker.computing for b in takers):
-        return False
-    if sequence.held_since is not None and now - sequence.held_since > state.config.block_wait:
-        return False
-    if not any(_next_digest(builder.worker, sequence) in builder.worker.computing for builder in takers):
+    if not any(offer.next_digest in offer.worker.computing for offer in offers):
         return False
     if sequence.held_since is None:
         sequence.held_since = now
-    return True
+    return now - sequence.held_since <= state.config.block_wait
 
 
-def _next_digest(worker: Worker, sequence: Sequence) -> bytes | None:
-    hits = len(cached_blocks(worker, sequence))
-    limit = (len(sequence.tokens) - 1) // worker.pool.block_size
-    digests = sequence.prefix_digests(sequence.tokens, worker.pool.block_size, worker.weights_version)
-    return digests[hits] if hits < limit else None
-
-
-def _choose(takers: list[PlanBuilder], sequence: Sequence) -> PlanBuilder:
+def _choose(offers: list[Offer], sequence: Sequence) -> Offer:
     """The longest cached prefix among the workers that are not much more loaded than the least loaded one."""
-    if len(takers) == 1:
-        return takers[0]
-    least = min(builder.worker.num_running for builder in takers)
-    near = [b for b in takers if b.worker.num_running <= least + LOAD_SLACK * b.worker.max_rows]
+    if len(offers) == 1:
+        return offers[0]
+    least = min(offer.worker.num_running for offer in offers)
+    near = [offer for offer in offers if offer.worker.num_running <= least + LOAD_SLACK * offer.worker.max_rows]
 
-    def score(builder: PlanBuilder) -> tuple[int, int]:
-        worker = builder.worker
-        held = len(sequence.tokens) if adoptable(worker, sequence) else len(cached_blocks(worker, sequence))
-        return (-held, worker.num_running)
+    def score(offer: Offer) -> tuple[int, int]:
+        held = len(sequence.tokens) if adoptable(offer.worker, sequence) else len(offer.hits)
+        return (-held, offer.worker.num_running)
 
     return min(near, key=score)
 
 
-def _take(state: SchedulerState, builder: PlanBuilder, sequence: Sequence) -> None:
+def _take(state: SchedulerState, offer: Offer, sequence: Sequence) -> None:
     """Give the sequence a row with all the KV that exists for it, and its first chunk."""
-    worker = builder.worker
+    builder, worker = offer.builder, offer.worker
     sequence.weights_version = worker.weights_version
     if adoptable(worker, sequence):
         blocks, shared, computed = _adopt(builder, sequence)
     else:
-        blocks = cached_blocks(worker, sequence)
-        worker.pool.share(blocks, HolderKind.TABLE)
+        blocks = int32(offer.hits)
+        if offer.hits:
+            worker.pool.share(blocks)
         shared, computed = len(blocks), len(blocks) * worker.pool.block_size
     if sequence.reads_cache:
         state.totals.prefix_queries += len(sequence.tokens)
@@ -140,14 +149,13 @@ def _take(state: SchedulerState, builder: PlanBuilder, sequence: Sequence) -> No
     if len(sequence.tokens) == sequence.num_prompt:
         sequence.cached = computed
     stay = admit(state, sequence, worker, builder.now, blocks=blocks, shared=shared, computed=computed)
-    if state.config.prefix_caching and sequence.reads_cache and len(sequence.tokens) - computed > 1:
-        digests = sequence.prefix_digests(sequence.tokens, worker.pool.block_size, worker.weights_version)
-        for digest in digests[len(blocks) : sequence.num_prompt // worker.pool.block_size]:
-            worker.computing.setdefault(digest, stay.number)
+    fills = len(sequence.tokens) - computed > 1 and len(blocks) < sequence.num_prompt // worker.pool.block_size
+    if fills and sequence.reads_cache and state.config.prefix_caching:
+        worker.fill_next(stay, sequence.digests[len(blocks)])
     builder.join(stay)
 
 
-def _adopt(builder: PlanBuilder, sequence: Sequence) -> tuple[list[int], int, int]:
+def _adopt(builder: PlanBuilder, sequence: Sequence) -> tuple[Int32, int, int]:
     """Copy-on-write: whole blocks below the last known token by reference, the block that holds it by one copy.
 
     Returns (blocks, how many of them are shared, positions that need not be computed: all but the last, whose logits
@@ -158,8 +166,8 @@ def _adopt(builder: PlanBuilder, sequence: Sequence) -> tuple[list[int], int, in
         raise SchedulerError(f"nothing to adopt from: {sequence.tell()}")
     batch, last = worker.batch, len(sequence.tokens) - 1
     whole = last // worker.pool.block_size
-    blocks: list[int] = batch.blocks[source.row, :whole].tolist()
-    worker.pool.share(blocks, HolderKind.TABLE)
+    blocks = batch.blocks[source.row, :whole].copy()
+    worker.pool.share(blocks)
     batch.shared[source.row] = max(int(batch.shared[source.row]), whole)
     if last % worker.pool.block_size:
         own = worker.pool.allocate(1)
@@ -168,6 +176,6 @@ def _adopt(builder: PlanBuilder, sequence: Sequence) -> tuple[list[int], int, in
         block = int(batch.blocks[source.row, whole])
         # Copies of one plan have no order: one from a block that this plan fills by a copy goes back to its origin.
         block = next((copy.source for copy in builder.copies if copy.target == block), block)
-        builder.copies.append(Copy(group=0, source=block, target=own[0]))
-        blocks += own
+        builder.copies.append(Copy(group=0, source=block, target=int(own[0])))
+        blocks = np.concatenate([blocks, own])
     return blocks, whole, last

@@ -10,26 +10,29 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from proto.messages import Int32
+from proto.messages import Int32, int32
 from scheduler.sequence import Sequence
 
 Bools = NDArray[np.bool_]
+NO_BLOCKS = int32()
 
 
 class Stay:
     """A sequence's stay in a row, from Join to Leave; it outlives the sequence's interest in the row.
 
-    stopped: the worker ended the row itself. reported: how many of its blocks the worker has given back. Once it is
-    over, ids are the blocks that it had, and told says how many of them the worker knew: to check its report.
+    stopped: the worker ended the row itself. reported: how many of its blocks the worker has given back. filling: the
+    digest of the prompt block that it fills next, b"" when there is none. Once it is over, ids are the blocks that it
+    had, and told says how many of them the worker knew: to check its report.
     """
 
-    __slots__ = ("ids", "number", "reported", "row", "sequence", "stopped", "told")
+    __slots__ = ("filling", "ids", "number", "reported", "row", "sequence", "stopped", "told")
 
     def __init__(self, number: int, row: int, sequence: Sequence) -> None:
         self.number = number
         self.row = row
         self.sequence = sequence
-        self.ids: list[int] = []
+        self.ids = NO_BLOCKS
+        self.filling = b""
         self.stopped = False
         self.reported = 0
         self.told = 0
@@ -69,7 +72,7 @@ class RowBatch:
         self.stays: list[Stay | None] = [None] * max_rows
         self.free_rows = list(range(max_rows - 1, -1, -1))
 
-    def enter(self, stay: Stay, blocks: list[int], shared: int, computed: int) -> None:
+    def enter(self, stay: Stay, blocks: Int32, shared: int, computed: int) -> None:
         """Fill the columns of a row that a sequence takes, with blocks whose first `computed` positions have KV."""
         row, sequence = stay.row, stay.sequence
         known = len(sequence.tokens)
@@ -95,27 +98,33 @@ class RowBatch:
         self.plain[row] = not sequence.wants_logprobs
         self.tokens[row, :known] = sequence.tokens
 
-    def leave(self, row: int) -> None:
-        """Write what the row learned back to its sequence; the row is free for another one's Join."""
+    def leave(self, stays: list[Stay]) -> None:
+        """Write what their rows learned back to the sequences; the rows are free for another one's Join."""
+        rows = [stay.row for stay in stays]
+        columns = (self.known, self.sent, self.charged, self.told, self.held)
+        values = zip(*(column[rows].tolist() for column in columns), strict=True)
+        for stay, (known, sent, charged, told, held) in zip(stays, values, strict=True):
+            sequence, row = stay.sequence, stay.row
+            sequence.tokens = self.tokens[row, :known].copy()
+            sequence.sent, sequence.charged, stay.told = sent, charged, told
+            stay.ids = self.blocks[row, :held].copy()
+            self.stays[row] = None
+        self.active[rows] = False
+        self.stay[rows] = 0
+        self.free_rows += rows
+
+    def block_ids(self, row: int) -> Int32:
+        """The row's block table, a view."""
+        return self.blocks[row, : self.held[row]]
+
+    def stay_in(self, row: int) -> Stay:
+        """The stay of a row that holds a sequence."""
         stay = self.stays[row]
         if stay is None:
             raise RuntimeError(f"row {row} holds no sequence")
-        stay.sequence.tokens = self.tokens[row, : self.known[row]].copy()
-        stay.sequence.sent = int(self.sent[row])
-        stay.sequence.charged = int(self.charged[row])
-        stay.told = int(self.told[row])
-        stay.ids = self.block_ids(row)
-        self.stays[row] = None
-        self.active[row] = False
-        self.stay[row] = 0
-        self.free_rows.append(row)
+        return stay
 
-    def block_ids(self, row: int) -> list[int]:
-        """The row's block table."""
-        ids: list[int] = self.blocks[row, : self.held[row]].tolist()
-        return ids
-
-    def give(self, row: int, ids: list[int]) -> None:
+    def give(self, row: int, ids: Int32) -> None:
         """Append blocks to the row's table."""
         held = int(self.held[row])
         self.blocks[row, held : held + len(ids)] = ids

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from heapq import heappush
 
-from kvpool.pool import HolderKind
-from proto.messages import End, FinishReason
+import numpy as np
+
+from proto.messages import End, FinishReason, Int32, Int64
 from scheduler.batch import Stay
 from scheduler.errors import SchedulerError
 from scheduler.sequence import Sequence, Status
@@ -14,8 +15,11 @@ from scheduler.timing import note_admission
 
 
 def create(state: SchedulerState, sequence: Sequence, cause: str, now: float) -> None:
-    """Take a sequence in."""
+    """Take a sequence in. Its prompt is hashed here, while workers compute, and not when they wait for a plan."""
     state.sequences[sequence.key] = sequence
+    worker = next(iter(state.workers.values()), None)
+    if worker is not None and state.config.prefix_caching:
+        sequence.prefix_digests(sequence.tokens, worker.pool.block_size, worker.weights_version)
     sequence.tenant_index = state.tenants.enter(sequence.tenant)
     if sequence.deadline_at is not None:
         heappush(state.deadlines, (sequence.deadline_at, sequence.uid, sequence.key))
@@ -28,7 +32,7 @@ def admit(
     worker: Worker,
     now: float,
     *,
-    blocks: list[int],
+    blocks: Int32,
     shared: int,
     computed: int,
 ) -> Stay:
@@ -51,14 +55,14 @@ def preempt(state: SchedulerState, sequence: Sequence, worker: Worker, now: floa
     """Take a running sequence's row and blocks; it waits to be resumed. Only with no plan in flight: quiet rule."""
     if worker.flights:
         raise SchedulerError(f"preemption with plans in flight: {sequence.tell()}")
-    _leave_row(state, sequence, worker)
+    _leave_rows(state, worker, [worker.batch.stay_in(sequence.row)])
     _enqueue(state, sequence, "preempted", now)
     state.totals.preemptions += 1
 
 
 def orphan(state: SchedulerState, sequence: Sequence, worker: Worker, cause: str, now: float) -> None:
     """The worker's epoch is over: its sequences wait to be resumed elsewhere, before its pool is dropped."""
-    _leave_row(state, sequence, worker)
+    _leave_rows(state, worker, [worker.batch.stay_in(sequence.row)])
     _enqueue(state, sequence, cause, now)
 
 
@@ -79,12 +83,39 @@ def end(
     if sequence.status is Status.WAITING:
         state.waiting.remove(sequence)
     else:
-        _leave_row(state, sequence, state.workers[sequence.worker])
-    sequence.move(Status.ENDED, cause, now)
-    state.tenants.leave(sequence.tenant_index)
+        worker = state.workers[sequence.worker]
+        _leave_rows(state, worker, [worker.batch.stay_in(sequence.row)])
     if length is not None:
         sequence.tokens = sequence.tokens[:length]
         sequence.sent = min(sequence.sent, length)
+    _conclude(state, sequence, reason, now, cause, stop_id=stop_id, message=message)
+
+
+def end_stopped(state: SchedulerState, worker: Worker, stops: list[tuple[Stay, FinishReason]], now: float) -> None:
+    """The terminal events of rows that their worker stopped, all together: one release for all their blocks."""
+    _leave_rows(state, worker, [stay for stay, _ in stops])
+    for stay, reason in stops:
+        sequence, cause, stop_id, message = stay.sequence, f"worker stop: {reason.name.lower()}", -1, ""
+        if reason is FinishReason.STOP:
+            stop_id = int(sequence.tokens[-1])
+        elif reason is FinishReason.NOT_FINITE:
+            cause, message = "not finite", "the model's logits for this sequence held NaN or infinity"
+        _conclude(state, sequence, reason, now, cause, stop_id=stop_id, message=message)
+
+
+def _conclude(
+    state: SchedulerState,
+    sequence: Sequence,
+    reason: FinishReason,
+    now: float,
+    cause: str,
+    *,
+    stop_id: int = -1,
+    message: str = "",
+) -> None:
+    """The terminal event of a sequence that neither waits nor runs any more."""
+    sequence.move(Status.ENDED, cause, now)
+    state.tenants.leave(sequence.tenant_index)
     sequence.end = End(
         sequence=sequence.handle,
         reason=reason,
@@ -119,36 +150,45 @@ def _enqueue(state: SchedulerState, sequence: Sequence, cause: str, now: float) 
     state.waiting.add(sequence)
 
 
-def _leave_row(state: SchedulerState, sequence: Sequence, worker: Worker) -> None:
-    """The row's full blocks enter the prefix index as far as results stand, and all its blocks are given back."""
-    batch, row = worker.batch, sequence.row
-    stay = batch.stays[row]
-    if stay is None or stay.sequence is not sequence:
-        raise SchedulerError(f"holds no row: {sequence.tell()}")
-    register_blocks(state, worker, stay, int(batch.retired[row]))
-    for digest in sequence.digests if worker.computing else ():
-        if worker.computing.get(digest) == stay.number:
-            del worker.computing[digest]
-    batch.leave(row)
+def _leave_rows(state: SchedulerState, worker: Worker, stays: list[Stay]) -> None:
+    """The rows' full blocks enter the prefix index as far as results stand, and all their blocks are given back."""
+    batch = worker.batch
+    for stay in stays:
+        if stay.row != stay.sequence.row or batch.stays[stay.row] is not stay:
+            raise SchedulerError(f"holds no row: {stay.sequence.tell()}")
+    rows = np.array([stay.row for stay in stays])
+    register_blocks(state, worker, rows, batch.retired[rows])
+    batch.leave(stays)
     worker.steady = None
-    worker.pool.release(stay.ids, HolderKind.TABLE)
-    worker.leaving.append(stay)
-    worker.departed[stay.number] = stay
-    sequence.row, sequence.worker = -1, ""
+    worker.pool.release(np.concatenate([stay.ids[::-1] for stay in stays]))
+    worker.leaving += stays
+    for stay in stays:
+        worker.fill_no_more(stay)
+        worker.departed[stay.number] = stay
+        stay.sequence.row, stay.sequence.worker = -1, ""
 
 
-def register_blocks(state: SchedulerState, worker: Worker, stay: Stay, retired: int) -> None:
-    """Let the prefix index hold the row's full blocks below `retired`; all of them are read-only from now on."""
+def register_blocks(state: SchedulerState, worker: Worker, rows: Int64, retired: Int32) -> None:
+    """Let the prefix index hold the rows' full blocks below `retired`; all of them are read-only from now on."""
     if not state.config.prefix_caching:
         return
-    batch, sequence, pool = worker.batch, stay.sequence, worker.pool
-    first, last = int(batch.registered[stay.row]) // pool.block_size, retired // pool.block_size
-    if first >= last:
+    batch, size = worker.batch, worker.pool.block_size
+    first, last = batch.registered[rows] // size, retired // size
+    filled = np.flatnonzero(first < last)
+    if not len(filled):
         return
-    tokens = batch.known_tokens(stay.row)[: last * pool.block_size]
-    digests = sequence.prefix_digests(tokens, pool.block_size, sequence.weights_version)
-    pool.register(batch.blocks[stay.row, first:last].tolist(), digests[first:last])
-    for digest in digests[first:last] if worker.computing else ():
-        worker.computing.pop(digest, None)
-    batch.shared[stay.row] = max(int(batch.shared[stay.row]), last)
-    batch.registered[stay.row] = last * pool.block_size
+    rows, first, last = rows[filled], first[filled], last[filled]
+    ids: list[Int32] = []
+    digests: list[bytes] = []
+    for row, begin, end in zip(rows.tolist(), first.tolist(), last.tolist(), strict=True):
+        stay = batch.stay_in(row)
+        known = stay.sequence.prefix_digests(batch.tokens[row, : end * size], size, stay.sequence.weights_version)
+        ids.append(batch.blocks[row, begin:end])
+        digests += known[begin:end]
+        if stay.filling:
+            worker.fill_no_more(stay)
+            if end < stay.sequence.num_prompt // size:
+                worker.fill_next(stay, known[end])
+    worker.pool.register(np.concatenate(ids), digests)
+    batch.shared[rows] = np.maximum(batch.shared[rows], last)
+    batch.registered[rows] = last * size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from proto.messages import Copy, Int32, Int64, Join, NewBlocks, SchedulerToWorker, StepPlan, Task, int32
+from proto.messages import Copy, Int32, Int64, Join, NewBlocks, SchedulerToWorker, StepPlan, Task, int32, int64
 from scheduler.admission import admit_waiting
 from scheduler.batch import Bools, Stay
 from scheduler.errors import SchedulerError
@@ -19,6 +19,7 @@ from scheduler.state import Flight, SchedulerState, Worker
 from scheduler.steady import Steady, find_steady, issue_steady
 
 NOTHING = int32()
+NO_ROWS = np.zeros(0, np.int64)
 MAX_JOIN_TOKENS = 4_000_000  # known tokens that one plan may carry, so that its frame stays far below the limit
 MIN_CHUNK = 16  # no target makes a prefill chunk shorter
 
@@ -45,8 +46,9 @@ class PlanBuilder:
         self.worker = worker
         self.now = now
         self.budget = min(state.config.max_num_batched_tokens, worker.hello.max_step_tokens)
-        self.rows: list[Int64] = []  # parts of the plan's row column
-        self.counts: list[Int32] = []
+        self.decodes = NO_ROWS  # the rows that compute one position each, and after them in the plan
+        self.rows: list[int] = []  # those with counts of their own
+        self.counts: list[int] = []
         self.taken = np.zeros(worker.max_rows, bool)
         self.joins: list[Stay] = []
         self.join_tokens = 0
@@ -54,6 +56,7 @@ class PlanBuilder:
         self.steady: tuple[Int32, NewBlocks] | None = None  # starts and blocks of a plan in which all rows decode
         self.blocked = False
         self.preempted = False
+        self._to_come: int | None = None
 
     @property
     def has_room(self) -> bool:
@@ -61,6 +64,13 @@ class PlanBuilder:
         if self.blocked or self.preempted or self.budget <= 0 or self.join_tokens > MAX_JOIN_TOKENS:
             return False
         return bool(self.worker.batch.free_rows)
+
+    @property
+    def blocks_to_come(self) -> int:
+        """As the worker's; kept up while sequences join."""
+        if self._to_come is None:
+            self._to_come = self.worker.blocks_to_come
+        return self._to_come
 
     def extend_running(self) -> None:
         """Decodes first, for they cost one token each; then prefills share what is left of the budget."""
@@ -85,6 +95,9 @@ class PlanBuilder:
         self.join_tokens += len(stay.sequence.tokens)
         if self.worker.batch.ready[stay.row]:
             self._extend(stay.row)
+        if self._to_come is not None:
+            needed = -(-len(stay.sequence.tokens) // self.worker.pool.block_size)
+            self._to_come += max(0, needed - int(self.worker.batch.held[stay.row]))
 
     def build(self) -> Outgoing[SchedulerToWorker] | None:
         """The plan, recorded as in flight; None when there is nothing to do or the window must empty first."""
@@ -92,10 +105,12 @@ class PlanBuilder:
         leaves = worker.leaving
         if self.steady is not None and worker.steady is not None:
             return self._build_steady(worker.steady, *self.steady)
-        if self.blocked or not (self.rows or self.joins or leaves):
+        if self.blocked or not (len(self.decodes) or self.rows or self.joins or leaves):
             return None
-        rows = np.concatenate(self.rows) if self.rows else np.zeros(0, np.int64)
-        counts = np.concatenate(self.counts) if self.counts else int32()
+        rows, counts = self.decodes, np.ones(len(self.decodes), np.int32)
+        if self.rows:
+            rows = np.concatenate([rows, int64(self.rows)])
+            counts = np.concatenate([counts, int32(self.counts)])
         starts = batch.issued[rows]
         joins = tuple(self._join(stay) for stay in self.joins)
         plan = StepPlan(
@@ -107,8 +122,9 @@ class PlanBuilder:
             counts=counts,
             blocks=(self._new_blocks(rows),),
         )
-        samples = self._note_issued(plan, rows)
-        outgoing = self._record(plan, samples, batch.stay[rows], batch.told[rows])
+        ends = starts + counts
+        samples = self._note_issued(rows, ends)
+        outgoing = self._record(plan, rows, ends, samples, batch.stay[rows], batch.told[rows])
         worker.steady = None  # an older one has not counted this plan
         if len(rows) and samples.all() and len(rows) == worker.num_running and not self.joins:
             worker.steady = find_steady(batch, rows, [f.link for f in self.state.frontends.values()])
@@ -139,7 +155,7 @@ class PlanBuilder:
             counts=steady.ones,
             blocks=(new,),
         )
-        return self._record(plan, steady.samples, steady.stays, steady.told, steady)
+        return self._record(plan, steady.rows, starts + 1, steady.samples, steady.stays, steady.told, steady)
 
     # --- decodes, all at once -------------------------------------------------------------------------------------
 
@@ -153,7 +169,9 @@ class PlanBuilder:
                 return
             batch.blocks[crossing, batch.held[crossing]] = ids
             batch.held[crossing] += 1
-        self._schedule(decodes, np.ones(len(decodes), np.int32))
+        self.decodes = decodes
+        self.taken[decodes] = True
+        self.budget -= len(decodes)
 
     def _extend_short(self, decodes: Int64, crossing: Int64) -> None:
         """Not enough blocks for all that need one: one by one by rank, so that the last in rank gives way."""
@@ -164,7 +182,7 @@ class PlanBuilder:
             if row in needs:
                 self._extend(row)
             elif not self.blocked:
-                self._schedule(np.array([row]), np.ones(1, np.int32))
+                self._schedule(row, 1)
 
     # --- one row --------------------------------------------------------------------------------------------------
 
@@ -187,7 +205,7 @@ class PlanBuilder:
             self.preempted = True
             if same:
                 return
-        self._schedule(np.array([row]), int32([count]))
+        self._schedule(row, count)
 
     def _make_room(self, row: int, wanted: int) -> int:
         """How many of the `wanted` next positions have blocks, after taking what is needed and free."""
@@ -195,7 +213,10 @@ class PlanBuilder:
         issued, held = int(batch.issued[row]), int(batch.held[row])
         needed = min(-(-(issued + wanted) // pool.block_size) - held, pool.num_free)
         if needed > 0:
-            batch.give(row, pool.allocate(needed) or [])
+            ids = pool.allocate(needed)
+            if ids is None:
+                raise SchedulerError(f"{needed} blocks of {pool.num_free} free ones cannot be had")
+            batch.give(row, ids)
         return min(wanted, int(batch.held[row]) * pool.block_size - issued)
 
     def _victim(self, row: int) -> Sequence | None:
@@ -208,15 +229,15 @@ class PlanBuilder:
         victim = int(others[-1])
         if victim == row and self.taken.any():
             return None
-        return self._stay(victim).sequence
+        return batch.stay_in(victim).sequence
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
-    def _schedule(self, rows: Int64, counts: Int32) -> None:
-        self.rows.append(rows)
-        self.counts.append(counts)
-        self.taken[rows] = True
-        self.budget -= int(counts.sum())
+    def _schedule(self, row: int, count: int) -> None:
+        self.rows.append(row)
+        self.counts.append(count)
+        self.taken[row] = True
+        self.budget -= count
 
     def _limit_chunks(self, num_decodes: int) -> None:
         """Leave prefill only so much budget that the decodes of this step meet the target."""
@@ -230,13 +251,7 @@ class PlanBuilder:
 
     def _first_in_rank(self, rows: Int64) -> Int64:
         """The rows sorted by rank of their sequences."""
-        return np.array(sorted(rows.tolist(), key=lambda row: self._stay(row).sequence.rank), np.int64)
-
-    def _stay(self, row: int) -> Stay:
-        stay = self.worker.batch.stays[row]
-        if stay is None:
-            raise SchedulerError(f"row {row} of {self.worker.peer} holds no sequence")
-        return stay
+        return np.array(sorted(rows.tolist(), key=lambda row: self.worker.batch.stay_in(row).sequence.rank), np.int64)
 
     def _join(self, stay: Stay) -> Join:
         sequence, batch = stay.sequence, self.worker.batch
@@ -256,24 +271,34 @@ class PlanBuilder:
 
     def _new_blocks(self, rows: Int64) -> NewBlocks:
         batch = self.worker.batch
-        counts = batch.held[rows] - batch.told[rows]
-        total = int(counts.sum())
-        owners = np.repeat(rows, counts)
-        within = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-        return NewBlocks(counts=counts, ids=batch.blocks[owners, batch.told[owners] + within])
+        held, told = batch.held[rows], batch.told[rows]
+        counts = held - told
+        some = np.flatnonzero(counts)
+        if not len(some):
+            return NewBlocks(counts=counts, ids=NOTHING)
+        spans = zip(rows[some].tolist(), told[some].tolist(), held[some].tolist(), strict=True)
+        return NewBlocks(counts=counts, ids=np.concatenate([batch.blocks[row, a:b] for row, a, b in spans]))
 
-    def _note_issued(self, plan: StepPlan, rows: Int64) -> Bools:
+    def _note_issued(self, rows: Int64, ends: Int32) -> Bools:
         """The rows' columns after the plan is sent; returns which of them it samples."""
         batch = self.worker.batch
-        batch.issued[rows] += plan.counts
-        length = batch.known[rows] + batch.sampling[rows]
-        samples: Bools = (batch.issued[rows] == length) & (length < batch.limit[rows])
-        batch.sampling[rows] += samples
+        batch.issued[rows] = ends
+        sampling = batch.sampling[rows]
+        length = batch.known[rows] + sampling
+        samples: Bools = (ends == length) & (length < batch.limit[rows])
+        batch.sampling[rows] = sampling + samples
         batch.told[rows] = batch.held[rows]
         return samples
 
     def _record(
-        self, plan: StepPlan, samples: Bools, stays: Int64, told: Int32, steady: Steady | None = None
+        self,
+        plan: StepPlan,
+        rows: Int64,
+        ends: Int32,
+        samples: Bools,
+        stays: Int64,
+        told: Int32,
+        steady: Steady | None = None,
     ) -> Outgoing[SchedulerToWorker]:
         """The plan is in flight from now on."""
         worker = self.worker
@@ -281,12 +306,14 @@ class PlanBuilder:
         flight = Flight(
             number=number,
             issued_at=self.now,
-            rows=plan.rows,
+            column=plan.rows,
+            rows=rows,
             starts=plan.starts,
-            counts=plan.counts,
+            ends=ends,
             samples=samples,
             stays=stays,
             told=told,
+            tokens=len(rows) if steady else len(self.decodes) + sum(self.counts),
             leaves=worker.leaving,
             steady=steady,
         )

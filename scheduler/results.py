@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from proto.messages import FinishReason, Freed, Header, Int32, Logprobs, StepResult
+from proto.messages import FinishReason, Freed, Header, Int32, Int64, Logprobs, StepResult
 from scheduler.batch import Bools, Stay
 from scheduler.errors import LedgerError
-from scheduler.lifecycle import end, mark_dirty, register_blocks
+from scheduler.lifecycle import end_stopped, mark_dirty, register_blocks
 from scheduler.queue import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from scheduler.sequence import LogprobEntry
 from scheduler.state import Flight, SchedulerState, Worker
 from scheduler.steady import Piece, Steady, apply_steady, is_steady
 from scheduler.timing import note_first_tokens
 
+_REASONS = {int(reason): reason for reason in FinishReason}
 RATE_SMOOTHING = 0.1  # weight of the newest plan in tokens_per_second
 
 
@@ -31,7 +32,7 @@ def apply_result(state: SchedulerState, worker: Worker, header: Header, result: 
         _apply_steady(state, worker, flight.steady, result)
         _measure(state, worker, flight, result)
         return
-    if not np.array_equal(result.rows, flight.rows):
+    if not np.array_equal(result.rows, flight.column):
         raise LedgerError(f"plan {flight.number} had rows {flight.rows.tolist()}, its result {result.rows.tolist()}")
     stopping = (result.reasons != FinishReason.NONE) | (result.finite == 0)
     current = worker.batch.stay[flight.rows] == flight.stays
@@ -41,9 +42,8 @@ def apply_result(state: SchedulerState, worker: Worker, header: Header, result: 
     note_first_tokens(state, worker, flight, result, now)
     _advance_columns(state, worker, flight, result, current)
     _add_logprobs(worker, flight, result.logprobs, current)
-    _deliver(state, worker, flight, current)
-    for index in np.flatnonzero(stopping & current).tolist():
-        _end_row(state, worker, flight, result, index, now)
+    _deliver(state, worker, flight.rows if current.all() else flight.rows[current])
+    _end_rows(state, worker, flight, result, np.flatnonzero(stopping & current), now)
     for stay in flight.leaves:
         del worker.departed[stay.number]
     _measure(state, worker, flight, result)
@@ -63,60 +63,69 @@ def _apply_steady(state: SchedulerState, worker: Worker, steady: Steady, result:
 def _advance_columns(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, current: Bools) -> None:
     """Positions, samples and tokens of all rows whose sequence still has its row."""
     batch = worker.batch
-    rows = flight.rows[current]
-    retired = flight.starts[current] + flight.counts[current]
+    index = slice(None) if current.all() else np.flatnonzero(current)
+    rows, starts, retired = flight.rows[index], flight.starts[index], flight.ends[index]
     batch.retired[rows] = retired
-    batch.sampling[rows] -= flight.samples[current]
-    owners = np.repeat(np.arange(len(flight.rows)), result.counts)
-    fresh = current[owners]
-    sampled = flight.rows[owners[fresh]]
+    batch.sampling[rows] -= flight.samples[index]
+    with_token = np.flatnonzero(result.counts)  # one each
+    fresh = current[with_token]
+    sampled = flight.rows[with_token[fresh]]
     batch.tokens[sampled, batch.known[sampled]] = result.tokens[fresh]
     batch.known[sampled] += 1
-    prompt_end = np.minimum(retired, batch.num_prompt[rows])
-    state.totals.prompt_tokens += int(np.maximum(0, prompt_end - flight.starts[current]).sum())
     state.totals.generation_tokens += len(sampled)
-    uncharged = np.maximum(0, prompt_end - np.maximum(batch.charged[rows], flight.starts[current]))
-    batch.charged[rows] = np.maximum(batch.charged[rows], prompt_end)
-    state.tenants.charge(batch.tenant[rows], PROMPT_WEIGHT, uncharged)
     state.tenants.charge(batch.tenant[sampled], OUTPUT_WEIGHT, 1)
-    filled = rows[(flight.starts[current] < batch.num_prompt[rows]) & (result.finite[current] != 0)]
-    for row in filled.tolist():
-        stay = batch.stays[row]
-        if stay is not None:
-            register_blocks(state, worker, stay, min(int(batch.retired[row]), int(batch.num_prompt[row])))
+    prefills = np.flatnonzero(starts < batch.num_prompt[rows])
+    if len(prefills):
+        finite = result.finite[index][prefills] != 0
+        _retire_prompts(state, worker, rows[prefills], starts[prefills], retired[prefills], finite)
 
 
-def _deliver(state: SchedulerState, worker: Worker, flight: Flight, current: Bools) -> None:
+def _retire_prompts(
+    state: SchedulerState, worker: Worker, rows: Int64, starts: Int32, retired: Int32, finite: Bools
+) -> None:
+    """Prompt positions are charged once, and full blocks of them enter the prefix index."""
+    batch = worker.batch
+    prompt_end = np.minimum(retired, batch.num_prompt[rows])
+    state.totals.prompt_tokens += int((prompt_end - starts).sum())
+    charged = batch.charged[rows]
+    batch.charged[rows] = np.maximum(charged, prompt_end)
+    uncharged = np.maximum(0, prompt_end - np.maximum(charged, starts))
+    state.tenants.charge(batch.tenant[rows], PROMPT_WEIGHT, uncharged)
+    register_blocks(state, worker, rows[finite], prompt_end[finite])
+
+
+def _deliver(state: SchedulerState, worker: Worker, rows: Int64) -> None:
     """Plain rows with one new token go out as columns; anything else makes its sequence dirty."""
     batch = worker.batch
-    rows = flight.rows[current]
-    behind = batch.known[rows] - batch.sent[rows]
-    plain = rows[batch.plain[rows] & (behind == 1)]
-    for row in rows[~batch.plain[rows] | (behind > 1)].tolist():
-        stay = batch.stays[row]
-        if stay is not None:
-            mark_dirty(state, stay.sequence)
+    sent = batch.sent[rows]
+    behind = batch.known[rows] - sent
+    plain = batch.plain[rows]
+    for row in rows[~plain | (behind > 1)].tolist():
+        mark_dirty(state, batch.stay_in(row).sequence)
+    ready = plain & (behind == 1)
+    links = batch.link[rows]
     for frontend in state.frontends.values():
-        mine = plain[batch.link[plain] == frontend.link]
-        if len(mine):
-            firsts = batch.sent[mine]
+        which = np.flatnonzero(ready & (links == frontend.link))
+        if len(which):
+            mine, firsts = rows[which], sent[which]
             piece = Piece(batch.handle[mine], firsts, batch.version[mine], batch.tokens[mine, firsts])
             frontend.pieces.append(piece)
-            batch.sent[mine] += 1
+            batch.sent[mine] = firsts + 1
 
 
-def _end_row(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, index: int, now: float) -> None:
-    row = int(flight.rows[index])
-    stay = worker.stay_of(int(flight.stays[index]), row)
-    sequence, reason = stay.sequence, FinishReason(int(result.reasons[index]))
-    if reason is FinishReason.NOT_FINITE:
-        worker.batch.registered[row] = worker.batch.limit[row]  # its blocks do not enter the prefix index
-        worker.pool.unregister(worker.batch.block_ids(row))
-        message = "the model's logits for this sequence held NaN or infinity"
-        end(state, sequence, reason, now, cause="not finite", message=message)
+def _end_rows(
+    state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, indices: Int64, now: float
+) -> None:
+    if not len(indices):
         return
-    stop_id = int(worker.batch.known_tokens(row)[-1]) if reason is FinishReason.STOP else -1
-    end(state, sequence, reason, now, cause=f"worker stop: {reason.name.lower()}", stop_id=stop_id)
+    batch = worker.batch
+    stops: list[tuple[Stay, FinishReason]] = []
+    for row, reason in zip(flight.rows[indices].tolist(), result.reasons[indices].tolist(), strict=True):
+        stops.append((batch.stay_in(row), _REASONS[reason]))
+        if reason == FinishReason.NOT_FINITE:
+            batch.registered[row] = batch.limit[row]  # its blocks do not enter the prefix index
+            worker.pool.unregister(batch.block_ids(row))
+    end_stopped(state, worker, stops, now)
 
 
 def _add_logprobs(worker: Worker, flight: Flight, columns: Logprobs | None, current: Bools) -> None:
@@ -141,10 +150,10 @@ def _add_logprobs(worker: Worker, flight: Flight, columns: Logprobs | None, curr
 
 def _measure(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult) -> None:
     if result.seconds > 0 and len(flight.rows):
-        worker.step_time.observe(int(flight.counts.sum()), result.seconds)
+        worker.step_time.observe(flight.tokens, result.seconds)
         rate = len(result.tokens) / result.seconds
         state.tokens_per_second += RATE_SMOOTHING * (rate - state.tokens_per_second)
-        computed = float(flight.counts.sum()) / result.seconds
+        computed = flight.tokens / result.seconds
         state.computed_per_second += RATE_SMOOTHING * (computed - state.computed_per_second)
 
 
@@ -153,35 +162,37 @@ def _measure(state: SchedulerState, worker: Worker, flight: Flight, result: Step
 
 def _check_rows(worker: Worker, flight: Flight, result: StepResult, stopping: Bools, current: Bools) -> None:
     """Every row sampled what its plan said, and ended only where it may."""
-    expected = flight.samples & (result.finite != 0)
-    wrong = (result.counts != expected) | stopping
-    ends = flight.starts + flight.counts + result.counts
-    limits = np.where(current, worker.batch.limit[flight.rows], np.iinfo(np.int32).max)
-    wrong |= ends >= limits
-    offsets = np.cumsum(result.counts) - result.counts
-    for index in np.flatnonzero(wrong).tolist():
-        at, count = int(offsets[index]), int(result.counts[index])
-        problem = _row_problem(worker, flight, result, index, result.tokens[at : at + count])
+    ends = flight.ends + result.counts
+    special = (result.counts != (flight.samples & (result.finite != 0))) | stopping
+    special |= (ends >= worker.batch.limit[flight.rows]) & current
+    indices = np.flatnonzero(special)
+    if not len(indices):
+        return
+    offsets = np.cumsum(result.counts)[indices].tolist()
+    columns = (result.counts, result.reasons, result.finite, ends, flight.samples, flight.rows, flight.stays)
+    values = zip(*(column[indices].tolist() for column in columns), strict=True)
+    for offset, (count, reason, finite, end, sampled, row, number) in zip(offsets, values, strict=True):
+        last = int(result.tokens[offset - 1]) if count else -1
+        stay = worker.stay_of(number, row)
+        problem = _row_problem(stay, count, reason, bool(finite), end, int(sampled), last)
         if problem:
-            raise LedgerError(f"result of plan {flight.number}, row {flight.rows[index]}: {problem}")
+            raise LedgerError(f"result of plan {flight.number}, row {row}: {problem}")
 
 
-def _row_problem(worker: Worker, flight: Flight, result: StepResult, index: int, tokens: Int32) -> str | None:
-    """What is wrong with one row's outcome, or None."""
-    stay = worker.stay_of(int(flight.stays[index]), int(flight.rows[index]))
-    reason, count = int(result.reasons[index]), len(tokens)
+def _row_problem(stay: Stay, count: int, reason: int, finite: bool, end: int, sampled: int, last: int) -> str | None:
+    """What is wrong with one row's outcome, or None. end: its length after this plan; last: its newest token."""
     if stay.stopped:
         return "tokens or an end after it stopped" if count or reason else None
-    if not result.finite[index]:
+    if not finite:
         return None if count == 0 and reason == FinishReason.NOT_FINITE else "not finite, yet it goes on"
-    if count != int(flight.samples[index]):
-        return f"{count} tokens, expected {int(flight.samples[index])}"
-    if reason not in (FinishReason.NONE, FinishReason.STOP, FinishReason.LENGTH):
-        return f"finish reason {reason} is not a worker's to give"
+    if count != sampled:
+        return f"{count} tokens, expected {sampled}"
     if reason == FinishReason.STOP:
         params = stay.sequence.params
-        return None if count and tokens[-1] in params.eos_ids + params.stop_ids else f"{tokens} is no stop of it"
-    complete = int(flight.starts[index] + flight.counts[index]) + count >= stay.sequence.max_length
+        return None if count and (last in params.eos_ids or last in params.stop_ids) else f"{last} is no stop of it"
+    if reason not in (FinishReason.NONE, FinishReason.LENGTH):
+        return f"finish reason {reason} is not a worker's to give"
+    complete = end >= stay.sequence.max_length
     if (reason == FinishReason.LENGTH) != complete:
         return f"its length is {'' if complete else 'not '}reached, yet its reason is {reason}"
     return None
@@ -200,27 +211,33 @@ def _check_freed(worker: Worker, flight: Flight, result: StepResult, stopping: B
         stay = worker.stay_of(int(flight.stays[index]), int(flight.rows[index]))
         if stay.stopped or stopping[index]:
             over.append((stay, int(flight.told[index])))
-    expected: dict[int, list[int]] = {}
+    expected: dict[int, bytes] = {}
     for stay in flight.leaves:
-        if not stay.stopped:
-            expected[stay.row] = stay.ids[: stay.told]
+        if not stay.stopped and stay.told:
+            expected[stay.row] = stay.ids[: stay.told].tobytes()
     for stay, told in over:
-        ids = stay.ids or worker.batch.block_ids(stay.row)
-        expected[stay.row] = expected.get(stay.row, []) + ids[stay.reported : told]
-    expected = {row: ids for row, ids in expected.items() if ids}
+        if told > stay.reported:
+            ids = stay.ids if len(stay.ids) else worker.batch.blocks[stay.row]
+            expected[stay.row] = expected.get(stay.row, b"") + ids[stay.reported : told].tobytes()
     reported = _reported(result.freed[0])
     if expected != reported:
-        raise LedgerError(f"plan {flight.number} freed {reported}, expected {expected}")
+        raise LedgerError(f"plan {flight.number} freed {_ids(reported)}, expected {_ids(expected)}")
     for stay, told in over:
         stay.stopped = True
         stay.reported = told
 
 
-def _reported(freed: Freed) -> dict[int, list[int]]:
-    ids, at = freed.ids.tolist(), 0
-    rows: dict[int, list[int]] = {}
+def _reported(freed: Freed) -> dict[int, bytes]:
+    """The ids that each row gave back, int32 after int32: compared as one, which is quicker than one by one."""
+    ids, at = freed.ids.tobytes(), 0
+    rows: dict[int, bytes] = {}
     for row, count in zip(freed.rows.tolist(), freed.counts.tolist(), strict=True):
+        end = at + count * freed.ids.itemsize
         if count:
-            rows[row] = rows.get(row, []) + ids[at : at + count]
-        at += count
+            rows[row] = rows.get(row, b"") + ids[at:end]
+        at = end
     return rows
+
+
+def _ids(rows: dict[int, bytes]) -> dict[int, list[int]]:
+    return {row: np.frombuffer(ids, np.int32).tolist() for row, ids in rows.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from scheduler.errors import SchedulerError
 STORY_LENGTH = 32
 
 
-class Status(Enum):
+class Status(StrEnum):
     """Where a sequence is in its life."""
 
     NEW = "new"
@@ -146,8 +146,9 @@ class Sequence:
 
     def prefix_digests(self, tokens: Int32, block_size: int, weights_version: int) -> list[bytes]:
         """Digests of all full blocks of `tokens`, which must begin with what was digested before."""
-        root = b"" if self.digests else root_digest(weights_version, "", f"{self.tenant}\0{self.cache_salt}")
-        extend_digests(self.digests, root, tokens, block_size)
+        if len(tokens) >= (len(self.digests) + 1) * block_size:
+            root = b"" if self.digests else root_digest(weights_version, "", f"{self.tenant}\0{self.cache_salt}")
+            extend_digests(self.digests, root, tokens, block_size)
         return self.digests
 
     def move(self, status: Status, cause: str, now: float) -> None:

@@ -12,9 +12,8 @@ from enum import Enum
 
 import numpy as np
 
-from kvpool.pool import BlockPool
+from kvpool.pool import BlockPool, BlockTable
 from kvpool.prefix import extend_digests, root_digest
-from kvpool.table import BlockTable
 from proto.messages import Header, Int32, Int64, WorkerHello
 from scheduler.batch import Bools, RowBatch, Stay
 from scheduler.config import SchedulerConfig
@@ -30,18 +29,21 @@ from scheduler.steptime import StepTime
 class Flight:
     """A plan on its way: the membership against which its result will be applied.
 
-    rows[R], starts[R], counts[R] as in the plan; samples[R]; stays[R]: which Stay had the row; told[R]: blocks of
-    the row that the worker knew with this plan. leaves: stays that left by it.
+    column[R]: the rows as in the plan; rows[R]: the same as an index; starts[R] as in the plan, ends[R]: where its
+    positions end; samples[R]; stays[R]: which Stay had the row; told[R]: blocks of the row that the worker knew with
+    this plan. tokens: how many positions it computes. leaves: stays that left by it.
     """
 
     number: int
     issued_at: float
-    rows: Int32
+    column: Int32
+    rows: Int64
     starts: Int32
-    counts: Int32
+    ends: Int32
     samples: Bools
     stays: Int64
     told: Int32
+    tokens: int
     leaves: list[Stay]
     steady: Steady | None = None
 
@@ -58,7 +60,8 @@ class Worker:
     """One worker: its pool, its batch and the plans in flight, all of one epoch.
 
     leaving: stays whose Leave goes out with the next plan. departed: stays that are over, by number, until no plan
-    in flight holds them. computing: digests of prompt blocks that a running row is about to fill.
+    in flight holds them. computing: digests of the prompt blocks that running rows fill next, each with the number of
+    the stay that does.
     """
 
     peer: str
@@ -145,6 +148,17 @@ class Worker:
         """A stay that a plan in flight holds."""
         stay = self.batch.stays[row]
         return stay if stay is not None and stay.number == number else self.departed[number]
+
+    def fill_next(self, stay: Stay, digest: bytes) -> None:
+        """The stay's row fills the prompt block with this digest next; of several, the first one counts."""
+        stay.filling = digest
+        self.computing.setdefault(digest, stay.number)
+
+    def fill_no_more(self, stay: Stay) -> None:
+        """What the stay's row was to fill next is filled, or never will be by it."""
+        if stay.filling and self.computing.get(stay.filling) == stay.number:
+            del self.computing[stay.filling]
+        stay.filling = b""
 
     def header(self, session: int, number: int = 0) -> Header:
         """The header of the next message to this worker."""
@@ -292,7 +306,7 @@ def validate_worker(worker: Worker) -> None:
     in_flight = Counter(stay for flight in worker.flights for stay in flight.stays[flight.samples].tolist())
     for stay in stays:
         row, sequence = stay.row, stay.sequence
-        _check(not stay.stopped and not stay.ids, "a row that is over still runs", sequence)
+        _check(not stay.stopped and not len(stay.ids), "a row that is over still runs", sequence)
         _check(sequence.worker == worker.peer and sequence.row == row, "row and sequence disagree", sequence)
         _check(int(batch.stay[row]) == stay.number, "the row has another stay", sequence)
         retired, issued, known = int(batch.retired[row]), int(batch.issued[row]), int(batch.known[row])
@@ -319,10 +333,10 @@ def _validate_quiet(worker: Worker) -> None:
 def _validate_cached(worker: Worker, row: int, sequence: Sequence) -> None:
     """What the prefix index holds of a row's blocks is retired, and is what its digest says."""
     digest_of, size = worker.pool.prefix.digest_of, worker.pool.block_size
-    if not digest_of:
+    if not worker.pool.prefix.block_of:
         return
     known = worker.batch.known_tokens(row)
-    cached = [(i, block) for i, block in enumerate(worker.batch.block_ids(row)) if block in digest_of]
+    cached = [(i, block) for i, block in enumerate(worker.batch.block_ids(row).tolist()) if digest_of[block]]
     digests: list[bytes] = []
     for index, block in cached:
         _check((index + 1) * size <= int(worker.batch.retired[row]), "cached before it is retired", sequence)
@@ -333,7 +347,7 @@ def _validate_cached(worker: Worker, row: int, sequence: Sequence) -> None:
 
 
 def _table(batch: RowBatch, row: int) -> BlockTable:
-    return BlockTable(block_size=batch.block_size, ids=batch.block_ids(row), num_shared=int(batch.shared[row]))
+    return BlockTable(batch.block_ids(row), int(batch.shared[row]))
 
 
 def _check(holds: bool, what: str, sequence: Sequence | None = None) -> None:

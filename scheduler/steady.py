@@ -117,7 +117,7 @@ def _give_blocks(steady: Steady, batch: RowBatch, pool: BlockPool) -> NewBlocks 
     batch.told[rows] += 1
     steady.told = batch.told[steady.rows]
     steady.until_border = _until_border(batch, steady.rows)
-    return NewBlocks(counts=at_border.astype(np.int32), ids=int32(ids))
+    return NewBlocks(counts=at_border.astype(np.int32), ids=ids)
 
 
 def is_steady(steady: Steady, result: StepResult) -> bool:

@@ -101,7 +101,7 @@ def test_a_fork_of_a_running_sequence_computes_nothing_again() -> None:
     worker = next(iter(world.state.workers.values()))
     world.run(lambda: worker.num_running == 2)
     rows = {stay.sequence.handle: stay.row for stay in worker.batch.stays if stay is not None}
-    tables = {handle: worker.batch.block_ids(row) for handle, row in rows.items()}
+    tables = {handle: worker.batch.block_ids(row).tolist() for handle, row in rows.items()}
     assert tables[2][: at // 16] == tables[1][: at // 16]
     assert worker.pool.used == len(tables[1]) + len(tables[2]) - at // 16
     run_all(world, frontend, [parent, child])

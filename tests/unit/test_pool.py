@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
@@ -9,66 +10,84 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.pool import BlockPool, HolderKind, PoolError
+from kvpool.idle import IdleQueue
+from kvpool.pool import BlockPool, BlockTable, PoolError
 from kvpool.prefix import extend_digests, root_digest
-from kvpool.table import BlockTable
 from tests.support.records import patient
 
-TABLE, INDEX, GROUP, TRANSFER = HolderKind
+
+def take(pool: BlockPool, count: int) -> list[int]:
+    ids = pool.allocate(count)
+    assert ids is not None
+    return ids.tolist()
 
 
 def test_allocate_is_all_or_nothing() -> None:
     pool = BlockPool(4, 16)
-    assert pool.allocate(3) == [0, 1, 2]
+    assert take(pool, 3) == [0, 1, 2]
     assert (pool.num_free, pool.used) == (1, 3)
-    assert pool.check_free(1)
-    assert not pool.check_free(2)
     assert pool.allocate(2) is None
     assert pool.num_free == 1
-    assert pool.allocate(0) == []
-    pool.release([0, 1, 2], TABLE)
+    assert take(pool, 0) == []
+    pool.release([0, 1, 2])
     assert pool.num_free == 4
     pool.validate([])
 
 
 def test_a_block_is_free_when_its_last_holder_goes() -> None:
     pool = BlockPool(8, 16)
-    ids = pool.allocate(2)
-    assert ids is not None
-    pool.share(ids, TABLE)
-    pool.share(ids[:1], TRANSFER)
-    assert pool.holders(ids[0]) == 3
-    assert pool.held_by(ids[0]) == {TABLE: 2, TRANSFER: 1}
-    pool.release(ids + ids, TABLE)  # both tables at once
+    ids = take(pool, 2)
+    pool.share(ids)
+    pool.share(ids[:1])
+    assert [pool.num_tables(block) for block in ids] == [3, 2]
+    pool.release(ids + ids)  # two tables at once
     assert pool.num_free == 7
-    pool.validate([], {TRANSFER: ids[:1]})
-    pool.release(ids[:1], TRANSFER)
+    pool.validate([BlockTable(ids[:1])])
+    pool.release(ids[:1])
     assert pool.num_free == 8
     pool.validate([])
 
 
+def test_tables_released_together_leave_the_pool_as_one_by_one() -> None:
+    together, apart = BlockPool(12, 16), BlockPool(12, 16)
+    tables = [[5, 1, 0], [3, 1, 0], [0], [4, 2]]
+    for pool in (together, apart):
+        take(pool, 6)
+        pool.share([0, 1])
+        pool.share([0])
+        pool.register([0, 2], [b"a", b"b"])
+    together.release([block for table in tables for block in table])
+    for table in tables:
+        apart.release(table)
+    for pool in (together, apart):
+        pool.validate([])
+        assert pool.idle.in_order().tolist() == [0, 2]
+    assert take(together, 12) == take(apart, 12)
+
+
 def test_a_release_of_what_is_not_held_changes_nothing() -> None:
     pool = BlockPool(8, 16)
-    pool.allocate(2)
-    pool.share([1], GROUP)
-    with pytest.raises(PoolError, match=r"block 1 1 time\(s\) from INDEX: its holders are TABLE × 1, GROUP × 1"):
-        pool.release([1], INDEX)
-    with pytest.raises(PoolError, match=r"block 0 2 time\(s\) from TABLE: its holders are TABLE × 1$"):
-        pool.release([1, 0, 0], TABLE)
-    with pytest.raises(PoolError, match=r"block 5 .* none \(it is free\)"):
-        pool.release(np.array([5]), TABLE)
-    pool.validate([BlockTable(block_size=16, ids=[0, 1], num_shared=2)], {GROUP: [1]})
+    take(pool, 2)
+    pool.share([1])
+    pool.register([1], [b"x"])
+    with pytest.raises(PoolError, match=r"block 1 has fewer .* its holders are 2 table\(s\) and the prefix index$"):
+        pool.release([1, 0, 1, 1])
+    with pytest.raises(PoolError, match=r"block 0 has fewer tables than let go of it; its holders are 1 table\(s\)$"):
+        pool.release([1, 0, 0])
+    with pytest.raises(PoolError, match=r"block 5 .* holders are 0 table\(s\)$"):
+        pool.release(np.array([5]))
+    pool.validate([BlockTable([0, 1], num_shared=2), BlockTable([1], num_shared=1)])
 
 
 def test_unknown_and_free_blocks_are_refused() -> None:
     pool = BlockPool(8, 16)
     for block in (-1, 8):
         with pytest.raises(PoolError, match=f"block {block} does not exist: the pool has 8"):
-            pool.share([block], TABLE)
+            pool.share([block])
         with pytest.raises(PoolError, match=f"block {block} does not exist"):
-            pool.holders(block)
+            pool.num_tables(block)
     with pytest.raises(PoolError, match="block 3 is free"):
-        pool.share([3], INDEX)
+        pool.share([3])
     with pytest.raises(ValueError, match="count must not be negative"):
         pool.allocate(-1)
 
@@ -79,41 +98,53 @@ def test_impossible_sizes_are_refused(num_blocks: int, block_size: int) -> None:
         BlockPool(num_blocks, block_size)
 
 
-def table(*ids: int, num_shared: int = 0, block_size: int = 16) -> BlockTable:
-    return BlockTable(block_size=block_size, ids=list(ids), num_shared=num_shared)
-
-
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        ([table(0)], "block 1 differs from the TABLE holders given"),
-        ([table(0, 1, 2)], "block 2 differs from the TABLE holders given"),
-        ([table(0, 1), table(0)], "block 0 differs"),
-        ([table(0, 1, block_size=8)], "does not fit a pool with blocks of 16"),
-        ([table(0, 1, num_shared=3)], "does not fit"),
-        ([table(0, 9)], "block 9 does not exist"),
+        ([BlockTable([0])], "block 1 differs from the tables given"),
+        ([BlockTable([0, 1, 2])], "block 2 differs from the tables given"),
+        ([BlockTable([0, 1]), BlockTable([0])], "block 0 differs"),
+        ([BlockTable([0, 1], num_shared=3)], "a table of 2 blocks cannot share 3"),
+        ([BlockTable([0, 9])], "block 9 does not exist"),
     ],
 )
 def test_validate_finds_tables_that_differ(tables: list[BlockTable], message: str) -> None:
     pool = BlockPool(8, 16)
-    pool.allocate(2)
+    take(pool, 2)
     with pytest.raises(PoolError, match=message):
         pool.validate(tables)
 
 
 def test_validate_finds_a_writable_block_with_two_holders() -> None:
     pool = BlockPool(8, 16)
-    pool.allocate(2)
-    pool.share([0], TABLE)
-    pool.validate([table(0, 1, num_shared=1), table(0, num_shared=1)])
+    take(pool, 2)
+    pool.share([0])
+    pool.validate([BlockTable([0, 1], num_shared=1), BlockTable([0], num_shared=1)])
     with pytest.raises(PoolError, match="block 0 is writable and has more than one holder"):
-        pool.validate([table(0, 1), table(0, num_shared=1)])
+        pool.validate([BlockTable([0, 1]), BlockTable([0], num_shared=1)])
+    pool.register([1], [b"x"])
+    with pytest.raises(PoolError, match="block 1 is writable and has more than one holder"):
+        pool.validate([BlockTable([0, 1], num_shared=1), BlockTable([0], num_shared=1)])
 
 
 def test_validate_finds_a_block_that_is_free_twice_or_lost() -> None:
     pool = BlockPool(8, 16)
     pool._stack[0] = 3
     with pytest.raises(PoolError, match="is not exactly one of free and held"):
+        pool.validate([])
+
+
+def test_validate_finds_cached_blocks_that_are_lost() -> None:
+    pool = BlockPool(8, 16)
+    ids = take(pool, 3)
+    pool.register(ids, digests("a", "b", "c"))
+    pool.release(ids)
+    pool.validate([])
+    pool.idle.discard(np.array(ids[:1]))
+    with pytest.raises(PoolError, match="block 0 is not exactly one of cached and held"):
+        pool.validate([])
+    pool.prefix.drop(ids[:1])
+    with pytest.raises(PoolError, match="block 0 differs from the prefix index"):
         pool.validate([])
 
 
@@ -126,9 +157,8 @@ def test_a_million_blocks() -> None:
     tracemalloc.stop()
     assert seconds < 1.0
     assert bytes_held < 200e6
-    ids = pool.allocate(1_000_000)
-    assert ids is not None
-    pool.release(ids, TABLE)
+    ids = take(pool, 1_000_000)
+    pool.release(ids)
     pool.validate([])
 
 
@@ -138,35 +168,47 @@ def digests(*names: str) -> list[bytes]:
 
 def test_cached_blocks_are_free_and_evicted_least_recently_used_tail_first() -> None:
     pool = BlockPool(6, 16)
-    first, second = pool.allocate(3), pool.allocate(2)
-    assert first is not None
-    assert second is not None
+    first, second = take(pool, 3), take(pool, 2)
     assert pool.register(first + second, digests("a", "b", "c", "d", "e")) == 5
-    pool.release(first, TABLE)
-    pool.release(second, TABLE)
+    pool.release(first[::-1])
+    pool.release(second[::-1])
     assert (pool.num_free, pool.num_cached, pool.used) == (6, 5, 0)
-    pool.share(first[:1], TABLE)  # used again: no longer evictable, later the most recent
-    pool.release(first[:1], TABLE)
-    assert set(pool.allocate(2) or ()) == {5, first[2]}  # the one that nobody ever held, then the oldest's tail
+    pool.share(first[:1])  # used again: no longer evictable, later the most recent
+    pool.release(first[:1])
+    assert set(take(pool, 2)) == {5, first[2]}  # the one that nobody ever held, then the oldest's tail
     assert pool.prefix.match(digests("a", "b", "c")) == first[:2]
-    assert set(pool.allocate(3) or ()) == {first[1], second[1], second[0]}
+    assert set(take(pool, 3)) == {first[1], second[1], second[0]}
     assert pool.prefix.match(digests("a")) == first[:1]
     assert pool.allocate(2) is None
-    pool.validate([table(*(set(range(6)) - {first[0]}))])
+    pool.validate([BlockTable(list(set(range(6)) - {first[0]}))])
 
 
 def test_a_content_is_registered_once_and_unregistered_blocks_are_free() -> None:
     pool = BlockPool(4, 16)
-    pool.allocate(2)
+    take(pool, 3)
     assert pool.register([0], [b"x"]) == 1
     assert pool.register([1], [b"x"]) == 0
     assert pool.register([0], [b"y"]) == 0
-    pool.validate([table(0, 1, num_shared=1)])
-    pool.release([0, 1], TABLE)
-    pool.unregister([0, 1])
+    assert pool.register([1, 2], [b"z", b"z"]) == 1
+    pool.validate([BlockTable([0, 1, 2], num_shared=2)])
+    pool.release([2, 1, 0])
+    pool.unregister([0, 1, 2])
     assert pool.num_cached == 0
     assert pool.num_free == 4
     pool.validate([])
+
+
+def test_the_idle_queue_drops_what_is_stale_when_it_is_full() -> None:
+    queue = IdleQueue(4)
+    for turn in range(20):
+        queue.push(np.array([0, 1, 2, 3]))
+        assert queue.in_order().tolist() == [0, 1, 2, 3]
+        assert queue.count_in(np.array([0, 3])) == 2
+        queue.discard(np.array([1, turn % 4]) if turn % 4 != 1 else np.array([1]))
+        left = [block for block in range(4) if block not in (1, turn % 4)]
+        assert queue.pop(len(left)).tolist() == left
+        assert len(queue) == 0
+    assert queue.pop(0).tolist() == []
 
 
 def test_digests_name_the_whole_prefix_and_its_root() -> None:
@@ -188,130 +230,119 @@ def test_digests_name_the_whole_prefix_and_its_root() -> None:
     assert changed[1] != chain[1]
 
 
+@dataclass
+class Table:
+    """A sequence's table as the machine knows it: its own list, to compare the pool's books with."""
+
+    ids: list[int] = field(default_factory=list)
+    num_shared: int = 0
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """The pool against tables, plain lists of holders, and a list of cached blocks in order of use."""
+    """The pool against plain tables, and a list of cached blocks in order of use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(12, 4)
-        self.tables: list[BlockTable] = []
-        self.others: dict[HolderKind, list[int]] = {GROUP: [], TRANSFER: []}
+        self.tables: list[Table] = []
         self.index: dict[int, bytes] = {}
         self.idle: list[int] = []
 
     def held(self) -> set[int]:
-        blocks = {block for table in self.tables for block in table.ids}
-        return blocks | {block for ids in self.others.values() for block in ids}
+        return {block for table in self.tables for block in table.ids}
 
     def allocate(self, count: int) -> list[int] | None:
         """What the pool gives, and what it may evict for that."""
         free = self.pool.num_free
         ids = self.pool.allocate(count)
         assert (ids is None) == (count > free)
-        evicted = max(0, count - (free - len(self.idle))) if ids is not None else 0
+        if ids is None:
+            return None
+        evicted = max(0, count - (free - len(self.idle)))
         for block in self.idle[:evicted]:
             del self.index[block]
         del self.idle[:evicted]
-        return ids
+        return ids.tolist()
 
-    def let_idle(self, blocks: list[int], before: set[int]) -> None:
-        """After a release: cached blocks that lost their last other holder, the last ones given first."""
-        gone = before - self.held()
-        self.idle += [block for block in reversed(blocks) if block in gone and block in self.index]
-
-    @rule(length=st.integers(0, 20))
-    def start(self, length: int) -> None:
-        table = BlockTable(block_size=4)
-        ids = self.allocate(table.blocks_needed(length))
+    @rule(count=st.integers(0, 5))
+    def start(self, count: int) -> None:
+        ids = self.allocate(count)
         if ids is not None:
-            table.append(ids)
-            self.tables.append(table)
-            assert table.num_slots >= length
+            self.tables.append(Table(ids))
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), grow=st.integers(1, 9))
-    def grow(self, data: st.DataObject, grow: int) -> None:
-        table = data.draw(st.sampled_from(self.tables))
-        table.append(self.allocate(table.blocks_needed(table.num_slots + grow)) or [])
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def grow(self, data: st.DataObject, count: int) -> None:
+        data.draw(st.sampled_from(self.tables)).ids += self.allocate(count) or []
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
         leader = data.draw(st.sampled_from(self.tables))
-        count = data.draw(st.integers(0, len(leader)))
-        self.pool.share(leader.ids[:count], TABLE)
+        count = data.draw(st.integers(0, len(leader.ids)))
+        self.pool.share(leader.ids[:count])
         leader.num_shared = max(leader.num_shared, count)
-        self.tables.append(BlockTable(block_size=4, ids=leader.ids[:count], num_shared=count))
+        self.tables.append(Table(leader.ids[:count], count))
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data(), content=st.integers(0, 30))
-    def register(self, data: st.DataObject, content: int) -> None:
+    @rule(data=st.data(), contents=st.lists(st.integers(0, 30), max_size=3))
+    def register(self, data: st.DataObject, contents: list[int]) -> None:
         table = data.draw(st.sampled_from(self.tables))
-        if table.num_shared == len(table):
-            return
-        block, digest = table.ids[table.num_shared], bytes([content])
-        table.num_shared += 1
-        fresh = digest not in self.index.values() and block not in self.index
-        assert self.pool.register([block], [digest]) == fresh
-        if fresh:
-            self.index[block] = digest
+        blocks = table.ids[table.num_shared :][: len(contents)]
+        table.num_shared += len(blocks)
+        names = [bytes([content]) for content in contents[: len(blocks)]]
+        fresh = 0
+        for block, name in zip(blocks, names, strict=True):
+            if name not in self.index.values() and block not in self.index:
+                self.index[block] = name
+                fresh += 1
+        assert self.pool.register(blocks, names) == fresh
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data())
     def hit(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.idle))
         assert self.pool.prefix.match([self.index[block]]) == [block]
-        self.pool.share([block], TABLE)
+        self.pool.share([block])
         self.idle.remove(block)
-        self.tables.append(BlockTable(block_size=4, ids=[block], num_shared=1))
+        self.tables.append(Table([block], 1))
 
     @precondition(lambda self: self.index)
     @rule(data=st.data())
     def unregister(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(sorted(self.index)))
-        self.pool.unregister([block])
-        del self.index[block]
-        if block in self.idle:
-            self.idle.remove(block)
-
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data(), kind=st.sampled_from([GROUP, TRANSFER]))
-    def hold(self, data: st.DataObject, kind: HolderKind) -> None:
-        table = data.draw(st.sampled_from(self.tables))
-        table.num_shared = len(table)
-        self.pool.share(table.ids, kind)
-        self.others[kind] += table.ids
-
-    @rule(kind=st.sampled_from([GROUP, TRANSFER]))
-    def let_go(self, kind: HolderKind) -> None:
-        ids, before = self.others[kind], self.held()
-        self.pool.release(ids, kind)
-        self.others[kind] = []
-        last = list(dict.fromkeys(reversed(ids)))[::-1]
-        self.let_idle(last, before)
+        blocks = data.draw(st.lists(st.sampled_from(sorted(self.index)), unique=True))
+        self.pool.unregister(blocks)
+        for block in blocks:
+            del self.index[block]
+            if block in self.idle:
+                self.idle.remove(block)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
-        before = self.held()
-        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
-        ids = table.take_all()
-        self.pool.release(ids, TABLE)
-        self.let_idle(ids, before)
+        """Tables that end together; blocks that the index alone holds then are evicted in the order of mention."""
+        gone = data.draw(st.lists(st.sampled_from(range(len(self.tables))), unique=True, max_size=3))
+        ids = [block for index in gone for block in reversed(self.tables[index].ids)]
+        self.tables = [table for index, table in enumerate(self.tables) if index not in gone]
+        self.pool.release(ids)
+        held = self.held()
+        last = {block: place for place, block in enumerate(ids)}
+        idle = [block for block in last if block in self.index and block not in held]
+        self.idle += sorted(idle, key=last.__getitem__)
 
-    @rule(block=st.integers(-2, 13), kind=st.sampled_from(HolderKind))
-    def release_unheld(self, block: int, kind: HolderKind) -> None:
-        if 0 <= block < 12 and kind in self.pool.held_by(block):
+    @rule(block=st.integers(-2, 13))
+    def release_unheld(self, block: int) -> None:
+        if block in self.held():
             return
         with pytest.raises(PoolError, match=f"block {block} "):
-            self.pool.release([block], kind)
+            self.pool.release([block])
 
     @invariant()
     def books_balance(self) -> None:
-        self.pool.validate(self.tables, self.others)
+        self.pool.validate([BlockTable(table.ids, table.num_shared) for table in self.tables])
         assert self.pool.used == len(self.held())
-        assert list(self.pool.prefix.idle) == self.idle
-        assert self.pool.prefix.digest_of == self.index
+        assert self.pool.idle.in_order().tolist() == self.idle
+        assert {block: digest for block, digest in enumerate(self.pool.prefix.digest_of) if digest} == self.index
 
 
 PoolMachine.TestCase.settings = settings(patient, max_examples=40, stateful_step_count=25)

@@ -3,22 +3,6 @@ from __future__ import annotations
 import pytest
 
 from kvpool.arithmetic import WasteMeter, kv_bytes_per_token, num_blocks
-from kvpool.table import BlockTable
-
-
-def test_blocks_needed_counts_what_is_missing() -> None:
-    table = BlockTable(block_size=16)
-    assert [table.blocks_needed(length) for length in (0, 1, 16, 17, 512)] == [0, 1, 1, 2, 32]
-    table.append([7, 3])
-    assert (len(table), table.num_slots) == (2, 32)
-    assert [table.blocks_needed(length) for length in (0, 32, 33, 64)] == [0, 0, 1, 2]
-
-
-def test_take_all_empties_the_table() -> None:
-    table = BlockTable(block_size=4, ids=[5, 6, 7], num_shared=2)
-    assert table.take_all() == [5, 6, 7]
-    assert table == BlockTable(block_size=4)
-    assert table.take_all() == []
 
 
 def test_llama_8b_on_80_gb() -> None:
