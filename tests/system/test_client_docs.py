@@ -20,5 +20,5 @@ def test_the_python_examples_run(engine_server, repo, capsys):
         here = example.replace("http://127.0.0.1:8000", engine_server.http)
         here = here.replace("127.0.0.1:8001", engine_server.grpc)
         assert here != example
-        exec(compile(here, "docs/clients.md", "exec"), {})
+        exec(compile(here, "docs/clients.md", "exec", dont_inherit=True), {"__name__": "__main__"})
         assert capsys.readouterr().out.strip()
