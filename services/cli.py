@@ -242,11 +242,14 @@ def bench_scheduler(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     steps: Annotated[int, typer.Option(min=10, help="Steps to time for each row of the table.")] = 1000,
+    vllm: Annotated[
+        Path | None, typer.Option(help="The Python of an environment with vLLM, to time its Scheduler too.")
+    ] = None,
 ) -> None:
-    """Time one step of the scheduler, codec and all, for batches of several sizes."""
+    """Time one step of the scheduler, codec and all, for several batch sizes, beside vLLM's where it is installed."""
     from services.bench import scheduler as measurement
 
-    raise typer.Exit(measurement.main(steps=steps, json=json))
+    raise typer.Exit(measurement.main(steps=steps, json=json, vllm=vllm))
 
 
 @bench_app.command(context_settings={"max_content_width": 110})

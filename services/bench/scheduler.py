@@ -13,6 +13,7 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
@@ -20,6 +21,8 @@ from rich.table import Table
 
 from kvpool.pool import BlockPool
 from services.bench.scheduler_engine import BLOCK, Engine
+from services.bench.scheduler_vllm import Comparison, VllmSide, compare, find_python
+from services.bench.scheduler_wire import FrameCost, RoundTrip, measure_frames, measure_round_trip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +96,43 @@ def measure(steps: int, *, waiting: int = 100_000) -> Iterator[StepCost]:
     yield measure_steps("5 % end and are replaced", 256, steps, turnover=0.05)
 
 
-def main(*, steps: int, json: bool) -> int:
-    """Print the table, or JSON; returns the exit code."""
+def measure_vllm(python: Path | None, steps: int) -> list[Comparison]:
+    """None where vLLM is not installed."""
+    if python is None:
+        return []
+    with VllmSide(python) as side:
+        return [compare(side, rows, steps) for rows in (256, 1024)]
+
+
+def main(*, steps: int, json: bool, vllm: Path | None = None) -> int:
+    """Print the tables, or JSON; returns the exit code. vllm: the Python of an environment that has it."""
     console = Console(stderr=True)
+    python = find_python(vllm)
     pool = measure_pool(1_000_000)
     costs: list[StepCost] = []
     for cost in measure(steps):
         costs.append(cost)
         console.print(f"measured: {cost.what}, {cost.rows} rows")
+    frames, trip = measure_frames(256, steps), measure_round_trip(256, steps)
+    comparisons = measure_vllm(python, steps)
     if json:
-        print(json_module.dumps({"steps": [asdict(cost) for cost in costs], "pool": asdict(pool)}))
+        report = {
+            "steps": [asdict(cost) for cost in costs],
+            "pool": asdict(pool),
+            "frames": [asdict(frame) for frame in frames],
+            "round_trip": asdict(trip),
+            "vllm": [asdict(comparison) | {"ratio": comparison.ratio} for comparison in comparisons],
+        }
+        print(json_module.dumps(report))
         return 0
+    show_steps(costs, pool)
+    show_wire(frames, trip)
+    show_vllm(comparisons)
+    return 0
+
+
+def show_steps(costs: list[StepCost], pool: PoolCost) -> None:
+    """The steps and the pool."""
     table = Table(title="One step of the scheduler, codec and all")
     for name in ("what", "rows", "median ms", "p99 ms", "CPU median", "CPU p99", "bytes/row"):
         table.add_column(name, justify="left" if name == "what" else "right")
@@ -119,4 +148,28 @@ def main(*, steps: int, json: bool) -> int:
                 "before the step"
             )
     Console().print(f"a pool of {pool.blocks:,} blocks starts in {pool.seconds:.2f} s and {pool.megabytes:.0f} MB")
-    return 0
+
+
+def show_wire(frames: list[FrameCost], trip: RoundTrip) -> None:
+    """What the wire adds."""
+    table = Table(title=f"The wire, {trip.rows} rows")
+    for name in ("frame", "bytes/row", "encode µs", "decode µs"):
+        table.add_column(name, justify="left" if name == "frame" else "right")
+    for frame in frames:
+        table.add_row(frame.frame, f"{frame.bytes_per_row:.1f}", f"{frame.encode_us:.1f}", f"{frame.decode_us:.1f}")
+    Console().print(table)
+    Console().print(
+        f"a plan and its result through ipc sockets: {trip.bytes_us:.0f} µs, with the codec at both ends "
+        f"{trip.messages_us:.0f} µs"
+    )
+
+
+def show_vllm(comparisons: list[Comparison]) -> None:
+    """The ratio, or why there is none."""
+    for each in comparisons:
+        Console().print(
+            f"{each.rows} rows, in turns: vLLM {each.version} {each.vllm_ms:.2f} ms a step, ours {each.ours_ms:.3f}: "
+            f"{each.ratio:.0f} times as long"
+        )
+    if not comparisons:
+        Console().print("vLLM is not installed: no comparison (scripts/peers.sh vllm, or --vllm PYTHON)")
