@@ -21,7 +21,7 @@ from scheduler.steady import Steady, find_steady, issue_steady
 NOTHING = int32()
 NO_ROWS = np.zeros(0, np.int64)
 MAX_JOIN_TOKENS = 4_000_000  # known tokens that one plan may carry, so that its frame stays far below the limit
-MIN_CHUNK = 16  # no target makes a prefill chunk shorter
+MIN_CHUNK = 8  # no target makes a prefill chunk shorter
 
 
 def plan_all(state: SchedulerState, now: float) -> list[Outgoing[SchedulerToWorker]]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from services.settings import DEFAULT_MODEL
+
+REAL_LENGTH, REAL_ARRIVAL = 2000, 6.0
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -13,6 +19,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 def register(app: typer.Typer) -> None:
     """Add the commands to `signalbox bench`."""
     app.command()(trace)
+    app.command()(long_prompt)
 
 
 def trace(
@@ -31,3 +38,29 @@ def trace(
     from services.bench import trace_report
 
     raise typer.Exit(trace_report.main(num_requests=num_requests, seed=seed, rate=rate, json=json, plot=plot))
+
+
+def long_prompt(
+    *,
+    json: Json = False,
+    length: Annotated[
+        int | None, typer.Option(min=600, help="Tokens of the long prompt.", show_default="8000; 2000 with --real")
+    ] = None,
+    real: Annotated[
+        bool, typer.Option("--real", help="Let a real worker compute, and measure its steps. Keep the machine quiet.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="For --real: a name in the store, or a path.")] = DEFAULT_MODEL,
+    threads: Annotated[int, typer.Option(min=0, help="For --real: threads that compute; 0: all usable cores.")] = 0,
+) -> None:
+    """Show what a long prompt does to the answers under way: in one piece, and in chunks."""
+    from services.bench import long_prompt as measurement
+
+    scene = measurement.Scene()
+    if real:
+        # By name: only worker processes may reach torch, and for once this is one.
+        timed_worker = importlib.import_module("services.timed_worker")
+        tokens = (length or REAL_LENGTH) + measurement.NUM_DECODES
+        engine = timed_worker.load_worker(model, max_step_tokens=tokens, threads=threads)
+        scene = replace(scene, engine=engine, length=REAL_LENGTH, arrival=REAL_ARRIVAL)
+    scene = replace(scene, length=length or scene.length)
+    raise typer.Exit(measurement.main(scene, json=json))

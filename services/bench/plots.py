@@ -75,8 +75,8 @@ def _draw_kv(plt: Any, report: TraceReport) -> Any:
         axis.set_title(f"{policy.name}: {policy.usage.waste:.1%} of the allocated slots unused", loc="left", fontsize=9)
         axis.set_ylabel("KV slots, % of pool")
         axis.set_ylim(0, 105)
-        axis.set_xlim(left=0)
-    axes[0].legend(loc="lower right", frameon=False, ncols=2)
+        axis.set_xlim(0, max(policy.usage.series.now[-1] for policy in report.policies) / 60)
+    axes[-1].legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none", ncols=2)
     axes[-1].set_xlabel(f"simulated minutes ({report.requests:,} requests at {report.rate:.1f} per second)")
     return figure
 
@@ -91,6 +91,8 @@ def _draw_latencies(plt: Any, report: TraceReport) -> Any:
             places = [place + (at - 1) * 0.27 for place in range(len(bars))]
             axis.bar(places, heights, 0.25, color=colour, label=percentile)
         axis.set_yscale("log")
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.yaxis.set_minor_formatter(lambda value, _: "")
         axis.set_title(title, fontsize=9)
         axis.set_xticks(range(len(names)), names, fontsize=7)
         axis.grid(False, axis="x")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import Protocol
 
 import numpy as np
 
@@ -29,8 +30,10 @@ from proto.messages import (
     SamplingParams,
     SequenceStart,
     StepPlan,
+    StepResult,
     TokenFrame,
     Welcome,
+    WorkerHello,
     int32,
     int64,
 )
@@ -45,6 +48,7 @@ WORKER = "worker"
 FRONTEND = "frontend"
 BEAT_SECONDS = 0.25
 LEAD_SECONDS = 1.0
+ENDED_BY_WORKER = SamplingParams(eos_ids=(EOS,))
 
 Source = Callable[[], Event]
 FrameObserver = Callable[[float, TokenFrame], None]
@@ -65,11 +69,20 @@ def distinct_prompts(seed: int, vocab_size: int) -> Callable[[int, int], Int32]:
     return prompt
 
 
+class Engine(Protocol):
+    """What computes: a simulated worker, or a real one whose steps are timed."""
+
+    def hello(self, name: str) -> WorkerHello: ...
+    def reset(self) -> None: ...
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+
 class Simulation:
     """Iterate over `run` to pass the time; between two items `state` does not change.
 
-    prompt(index, length): a request's tokens. on_frame(now, frame): sees what the frontend gets. `now` is the virtual
-    clock, in seconds; requests arrive LEAD_SECONDS late, so that the worker has joined.
+    worker: in place of a simulated one that follows `model`. prompt(index, length): a request's tokens. params: of all
+    requests; a simulated worker ends them by EOS. on_frame(now, frame): sees what the frontend gets. `now` is the
+    virtual clock, in seconds; requests arrive LEAD_SECONDS late, so that the worker has joined.
     """
 
     def __init__(
@@ -79,13 +92,16 @@ class Simulation:
         requests: list[Request],
         prompt: Callable[[int, int], Int32] = same_tokens,
         on_frame: FrameObserver = lambda now, frame: None,
+        worker: Engine | None = None,
+        params: SamplingParams = ENDED_BY_WORKER,
     ) -> None:
         self.now = 0.0
         self._prompt = prompt
         self._on_frame = on_frame
         self.state = SchedulerState(config, session=1)
         self.requests = requests
-        self.worker = SimulatedWorker(model, lambda sequence: requests[sequence - 1].length)
+        self.params = params
+        self.worker = worker or SimulatedWorker(model, lambda sequence: requests[sequence - 1].length)
         self.ends: list[End] = []
         self._last_plan = 0
         self._worker_free_at = 0.0
@@ -179,7 +195,7 @@ class Simulation:
         return Add(
             request_id=f"bench-{index}",
             prompt_ids=self._prompt(index, request.num_prompt),
-            params=SamplingParams(eos_ids=(EOS,)),
+            params=self.params,
             max_length=request.num_prompt + request.max_tokens,
             sequences=(start,),
         )

@@ -49,8 +49,9 @@ def measure(window: int) -> Occupancy:
     outputs = [OUTPUTS[number % len(OUTPUTS)] for number in range(NUM_REQUESTS)]
     requests = [Request(arrival=0.0, num_prompt=NUM_PROMPT, num_output=n, max_tokens=2048) for n in outputs]
     model = WorkerModel(max_rows=ROWS, window=window)
-    simulation = Simulation(SchedulerConfig(max_num_seqs=ROWS, prefix_caching=False), model, requests)
-    simulation.worker = worker = _CountingWorker(model, [request.length for request in requests])
+    worker = _CountingWorker(model, [request.length for request in requests])
+    config = SchedulerConfig(max_num_seqs=ROWS, prefix_caching=False)
+    simulation = Simulation(config, model, requests, worker=worker)
     busy = total = 0.0
     counted = 0
     for _ in simulation.run():

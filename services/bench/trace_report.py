@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json as json_module
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.table import Table
 from services.bench import stragglers, trace
 from services.bench.latency import Spread
 from services.bench.stragglers import Occupancy
-from services.bench.trace import PUBLISHED_WASTE, TraceReport
+from services.bench.trace import PUBLISHED_WASTE, PolicyResult, TraceReport
 from services.bench.traffic import TrafficConfig
 
 LEVELS = " ▁▂▃▄▅▆▇█"
@@ -64,8 +65,7 @@ def picture(values: list[float], most: float) -> str:
 
 def print_report(console: Console, report: TraceReport, occupancies: list[Occupancy]) -> None:
     """Tables, a picture of the KV pool over time, and the claims."""
-    console.print(_usage_table(report))
-    console.print(_latency_table(report))
+    console.print(_table(report))
     for policy in report.policies:
         series = policy.usage.series
         console.print(f"\n{policy.name}: KV slots over {policy.seconds:.0f} s, of {report.pool_slots}", highlight=False)
@@ -83,41 +83,40 @@ def print_report(console: Console, report: TraceReport, occupancies: list[Occupa
     console.print(f"  Static batching keeps {occupancies[0].static:.1%} of the rows busy with the same stragglers.")
 
 
-def _usage_table(report: TraceReport) -> Table:
+def _table(report: TraceReport) -> Table:
+    """A column for each policy."""
     table = Table(
-        title=f"{report.requests} requests at {report.rate:.1f} per second: means over the simulated time",
+        title=f"{report.requests} requests at {report.rate:.1f} per second, simulated",
         caption=(
-            f"prompts of {report.prompts.mean:.0f} tokens (median {report.prompts.p50:.0f}, 99 % below "
-            f"{report.prompts.p99:.0f}), answers of {report.outputs.mean:.0f} ({report.outputs.p50:.0f}, "
-            f"{report.outputs.p99:.0f}); seed {report.seed}"
+            f"p50 / p90 / p99 of requests, of gaps, and of time for the queue. Prompts of {report.prompts.mean:.0f} "
+            f"tokens (median {report.prompts.p50:.0f}), answers of {report.outputs.mean:.0f} "
+            f"({report.outputs.p50:.0f}); seed {report.seed}"
         ),
     )
-    for name in ("policy", "seconds", "tokens/s", "allocated", "used", "waste", "at once", "queue", "preempted"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
+    table.add_column("")
     for policy in report.policies:
-        usage = policy.usage
-        figures = (policy.seconds, policy.tokens_per_second, usage.allocated, usage.used)
-        last = (f"{usage.waste:.2%}", f"{usage.running:.1f}", f"{usage.queue.mean:.0f}", str(policy.preemptions))
-        table.add_row(policy.name, *(f"{figure:.0f}" for figure in figures), *last)
+        table.add_column(policy.name, justify="right")
+    rows: list[tuple[str, Callable[[PolicyResult], str]]] = [
+        ("all served after, s", lambda p: f"{p.seconds:.0f}"),
+        ("tokens per second", lambda p: f"{p.tokens_per_second:.0f}"),
+        ("slots allocated, mean", lambda p: f"{p.usage.allocated:.0f}"),
+        ("slots used, mean", lambda p: f"{p.usage.used:.0f}"),
+        ("allocated, not used", lambda p: f"{p.usage.waste:.2%}"),
+        ("  by applied results", lambda p: f"{p.usage.strict_waste:.2%}"),
+        ("sequences at once", lambda p: f"{p.usage.running:.1f}"),
+        ("preemptions", lambda p: f"{p.preemptions}"),
+        ("queue, sequences", lambda p: _spread(p.usage.queue, 0)),
+        ("first token, s", lambda p: _spread(p.latencies.first_token)),
+        ("between tokens, ms", lambda p: _spread(p.latencies.between_tokens, scale=1000)),
+        ("whole answer, s", lambda p: _spread(p.latencies.whole)),
+    ]
+    for name, cell in rows:
+        table.add_row(name, *map(cell, report.policies))
     return table
 
 
-def _latency_table(report: TraceReport) -> Table:
-    table = Table(title="Percentiles: of requests, of gaps between tokens, of time for the queue")
-    for name in ("policy", "", "p50", "p90", "p99", "mean"):
-        table.add_column(name, justify="right" if name else "left")
-    for policy in report.policies:
-        latencies = policy.latencies
-        _spread(table, policy.name, "first token, s", latencies.first_token)
-        _spread(table, "", "between tokens, ms", latencies.between_tokens, 1000)
-        _spread(table, "", "whole answer, s", latencies.whole)
-        _spread(table, "", "waiting sequences", policy.usage.queue)
-    return table
-
-
-def _spread(table: Table, policy: str, what: str, spread: Spread, scale: float = 1) -> None:
-    values = (spread.p50, spread.p90, spread.p99, spread.mean)
-    table.add_row(policy, what, *(f"{value * scale:.2f}" if scale == 1 else f"{value * scale:.1f}" for value in values))
+def _spread(spread: Spread, digits: int = 1, scale: float = 1) -> str:
+    return " / ".join(f"{value * scale:.{digits}f}" for value in (spread.p50, spread.p90, spread.p99))
 
 
 def main(*, num_requests: int, seed: int, rate: float, json: bool = False, plot: Path | None = None) -> int:

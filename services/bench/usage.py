@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from services.bench.latency import PERCENTILES, Spread
 
-NUM_BINS = 240
+NUM_BINS = 120
 COLUMNS = ("now", "seconds", "allocated", "used", "settled", "running", "waiting")
 
 
