@@ -160,7 +160,7 @@ def generate(
 def chat(
     *,
     system: Annotated[str, typer.Option(help="How the assistant should be.", show_default=False)] = "",
-    max_tokens: MaxTokens = None,
+    max_tokens: MaxTokens = 1024,
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,

@@ -24,6 +24,7 @@ from proto.messages import (
     Header,
     Heartbeat,
     Message,
+    Phase,
     Refused,
     StepPlan,
     StepResult,
@@ -74,6 +75,7 @@ class SchedulerService:
         started = time.monotonic()
         self.state = SchedulerState(config, secrets.randbits(62) + 1, started)
         self.due: list[Event] = []  # for the next call of advance, whatever arrives
+        self.leaving: set[str] = set()  # workers that have just said that they stop
         self.fault_dir = fault_dir or run_dir.path
         try:
             self.events = EventLog(self.state, started, memory=event_memory, record=record)
@@ -146,6 +148,8 @@ class SchedulerService:
                     log.warning("frame rejected", why=str(error), peer=peer)
                     yield self._rejected("malformed")
                     continue
+                if isinstance(message, Heartbeat) and message.phase is Phase.STOPPING:
+                    self.leaving.add(peer)
                 self.events.note(source.kind, peer, data)
                 yield source.event(peer, header, message)  # type: ignore[arg-type]
 
@@ -168,7 +172,9 @@ class SchedulerService:
         frame = encode(header, message)
         self.events.sent(message, frame)
         if not router.send(peer, frame):
-            log.warning("peer lost", peer=peer, unsent=type(message).__name__)
+            held = sum(sequence.peer == peer for sequence in self.state.sequences.values())
+            tell = log.warning if held or isinstance(message, StepPlan) else log.info
+            tell("peer gone", peer=peer, unsent=type(message).__name__, sequences=held)
             self._at_next_step(PeerLost(peer), Kind.LOST, peer)
 
     def _standing(self) -> dict[str, tuple[int, Link]]:
@@ -180,7 +186,11 @@ class SchedulerService:
                 hello = self.state.workers[peer].hello
                 log.info("worker " + standing.value, worker=hello.worker, peer=peer, epoch=epoch)
         for peer in before.keys() - self.state.workers.keys():
-            log.warning("worker lost", peer=peer, epoch=before[peer][0])
+            if peer in self.leaving:
+                log.info("worker left", peer=peer, epoch=before[peer][0])
+            else:
+                log.warning("worker lost", peer=peer, epoch=before[peer][0])
+        self.leaving.clear()
         for frame in actions.frames:
             refused = frame.message
             if isinstance(refused, Refused):

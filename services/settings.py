@@ -296,6 +296,7 @@ class FrontSettings(ModelSettings):
     tenant_header: Annotated[
         str, "Header (in gRPC: metadata) that names the tenant, set by a gateway that clients cannot pass; empty: none."
     ] = ""
+    access_log: Annotated[bool, "Log every request as info; else as debug."] = False
     max_body: Annotated[ByteSize, "The largest request body that is read.", Bounds(1024)] = DEFAULT_MAX_BODY
 
     def __post_init__(self) -> None:

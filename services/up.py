@@ -39,6 +39,7 @@ from services.settings import (
 from services.supervisor import Child, Supervisor
 from worker.cpu.native import build as native
 from worker.cpu.native.errors import NativeUnavailable
+from worker.loader.cache import home
 
 POLL_INTERVAL = 0.05  # seconds between two looks at /ready
 STOP_ORDER = ("frontend", "worker", "scheduler")
@@ -54,6 +55,8 @@ class UpError(ValueError):
 
 def run(settings: UpSettings) -> int:
     """Serve until SIGINT, SIGTERM or SIGHUP, then return 0. Typed errors say why the start failed."""
+    if settings.model not in store.KNOWN_MODELS:
+        store.resolve(settings.model)  # a name that is wrong is told before anything else
     check_addresses(settings)
     with Progress() as progress:
         model = find_model(settings.model, progress)
@@ -102,7 +105,8 @@ def build_engine(progress: Progress) -> None:
 
 @contextmanager
 def run_folder(asked: Path | None) -> Iterator[Path]:
-    """The asked run folder, which stays, or a private one, which goes (after a SIGKILL: at the next `up`)."""
+    """The asked run folder, which stays, or a private one, which goes (after a SIGKILL: at the next `up`). Event logs
+    in it are kept: a fault of the scheduler left them."""
     if asked is not None:
         yield RunDir.prepare(asked).path
         return
@@ -114,8 +118,22 @@ def run_folder(asked: Path | None) -> Iterator[Path]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield RunDir.prepare(folder).path
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a private run folder, but for its event logs, which move to the home folder."""
+    kept = home() / "events"
+    for log in folder.glob("*.events"):
+        try:
+            kept.mkdir(mode=0o700, parents=True, exist_ok=True)
+            shutil.move(log, kept / log.name)
+        except OSError as error:
+            print(f"signalbox: {log} stays: {kept} cannot be written ({error.strerror})", file=sys.stderr)
+            return
+        print(f"signalbox: the scheduler's event log is kept: {kept / log.name}", file=sys.stderr)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_if_free(lock_file: Path) -> None:
@@ -124,7 +142,7 @@ def _remove_if_free(lock_file: Path) -> None:
         lock = os.open(lock_file, os.O_RDWR | os.O_CLOEXEC)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_file.parent, ignore_errors=True)
+            _remove(lock_file.parent)
         finally:
             os.close(lock)
 

@@ -13,6 +13,7 @@ from grpc_reflection.v1alpha import reflection
 from proto import signalbox_pb2, signalbox_pb2_grpc
 from services.frontend.context import FrontendContext
 from services.frontend.grpc_health import ReadinessFollower
+from services.frontend.grpc_parsing import ParsingInterceptor
 from services.frontend.grpc_service import GenerationServicer
 from services.settings import Address, SettingsError
 
@@ -73,7 +74,7 @@ async def check_address(address: Address) -> None:
 async def start_grpc(context: FrontendContext, address: Address) -> GrpcFront:
     """Listen at `address`; raises SettingsError when that is not possible."""
     await check_address(address)
-    server = grpc.aio.server(options=options(context.settings.max_body))
+    server = grpc.aio.server(options=options(context.settings.max_body), interceptors=[ParsingInterceptor(SERVICE)])
     services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     follower = ReadinessFollower(context.engine, services)
     servicer = GenerationServicer(context)

@@ -39,7 +39,7 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
 
     async def Generate(self, message: pb.GenerateRequest, call: Call) -> None:
         """Write each output as it comes. A choice that failed also fails the call, after all choices have ended."""
-        async with answered("Generate", call):
+        async with self._answered("Generate", call):
             request, maker = self._open(message, call, stream=True)
             failure: Failure | None = None
             async with contextlib.aclosing(generate(self._context, request)) as outputs:
@@ -51,7 +51,7 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
 
     async def GenerateOnce(self, message: pb.GenerateRequest, call: Call) -> pb.GenerateOnceResponse:
         """All outputs in one answer."""
-        async with answered("GenerateOnce", call):
+        async with self._answered("GenerateOnce", call):
             request, maker = self._open(message, call, stream=False)
             collected: list[Output] = []
             async with contextlib.aclosing(generate(self._context, request)) as outputs:
@@ -60,11 +60,11 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
                     if (failure := failed(output)) is not None:
                         raise CallFailed(failure)
             return maker.whole(collected)
-        raise AssertionError("answered() ends the call")
+        raise AssertionError("_answered() ends the call")
 
     async def Abort(self, message: pb.AbortRequest, call: Call) -> pb.AbortResponse:
         """Unknown ids are fine."""
-        async with answered("Abort", call):
+        async with self._answered("Abort", call):
             if not message.request_id:
                 raise ValidationFailed("request_id is required: the id of the request to abort", "request_id")
             self._context.requests.abort(message.request_id, self._tenant(call))
@@ -94,6 +94,9 @@ class GenerationServicer(signalbox_pb2_grpc.GenerationServiceServicer):
             request = dataclasses.replace(request, timeout=max(left, 0.0))
         return request, ResponseMaker(request, self._context.model.id, self._context.tokenizer)
 
+    def _answered(self, method: str, call: Call) -> contextlib.AbstractAsyncContextManager[None]:
+        return answered(method, call, access_log=self._context.settings.access_log)
+
     def _tenant(self, call: Call) -> str:
         metadata = {key: value for key, value in call.invocation_metadata() or () if isinstance(value, str)}
         return tenant_of(self._context.settings.tenant_header.lower(), metadata.get)
@@ -105,9 +108,9 @@ def failed(output: Output) -> Failure | None:
 
 
 @contextlib.asynccontextmanager
-async def answered(method: str, call: Call) -> AsyncIterator[None]:
-    """Around the work of one call: logs it, and ends it with the status of what goes wrong inside. Nothing inside ends
-    the call itself."""
+async def answered(method: str, call: Call, *, access_log: bool) -> AsyncIterator[None]:
+    """Around the work of one call: logs it (as info with `access_log`, else as debug), and ends it with the status of
+    what goes wrong inside. Nothing inside ends the call itself."""
     began = time.monotonic()
     code = "CANCELLED"
     try:
@@ -129,4 +132,5 @@ async def answered(method: str, call: Call) -> AsyncIterator[None]:
         code = failure.code.name
         await grpc_errors.end_call(call, failure)
     finally:
-        log.info("grpc", method=method, code=code, seconds=round(time.monotonic() - began, 4))
+        level = log.info if access_log else log.debug
+        level("grpc", method=method, code=code, seconds=round(time.monotonic() - began, 4))

@@ -70,7 +70,8 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
     began = time.monotonic()
     with structlog.contextvars.bound_contextvars(request_id=request[REQUEST_ID]):
         response = await _answer(request, handler)
-        level = log.debug if request.path in PROBES else log.info
+        told = request.app[CONTEXT].settings.access_log and request.path not in PROBES
+        level = log.info if told else log.debug
         seconds = round(time.monotonic() - began, 4)
         level("http", method=request.method, path=request.path, status=response.status, seconds=seconds)
         return response

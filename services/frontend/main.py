@@ -17,6 +17,7 @@ from services.frontend.engine import EngineClient
 from services.frontend.grammar import GrammarChecker
 from services.frontend.grpc_server import start_grpc
 from services.frontend.http import build_app
+from services.frontend.http_runner import Runner
 from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
@@ -93,7 +94,7 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
 
 async def _serve(context: FrontendContext, engine: EngineClient, status_file: StatusFile, stop: asyncio.Event) -> None:
     settings = context.settings
-    http = web.AppRunner(build_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS)
+    http = Runner(build_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS)
     await http.setup()
     try:
         http_address = await _listen(http, settings.http)

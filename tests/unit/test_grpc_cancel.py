@@ -67,4 +67,4 @@ async def test_a_connection_lost_in_mid_write_is_no_error(opened, engine):
         async with asyncio.timeout(5):
             while len(logs) < 3:
                 await asyncio.sleep(0.005)
-    assert [(entry["log_level"], entry["code"]) for entry in logs] == [("info", "CANCELLED")] * 3
+    assert [(entry["log_level"], entry["code"]) for entry in logs] == [("debug", "CANCELLED")] * 3

@@ -9,6 +9,7 @@ import pytest
 
 from proto import signalbox_pb2 as pb
 from proto.messages import FinishReason, RefusalCode
+from services.frontend.grpc_server import SERVICE
 from services.frontend.types import RequestRefused
 from services.settings import ByteSize, FrontendSettings
 from tests.support.fake_engine import fake_context
@@ -158,4 +159,15 @@ async def test_a_message_over_the_cap_is_refused(engine):
         code, message, _ = await failure(opened.stub.GenerateOnce(ask(text="x" * 4096)))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "2048" in message
+    assert not engine.streams
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateOnce", "Abort", "GetModelInfo"])
+async def test_bytes_that_are_no_message_are_an_invalid_argument(opened, engine, method):
+    path = f"/{SERVICE}/{method}"
+    call = opened.channel.unary_stream(path) if method == "Generate" else opened.channel.unary_unary(path)
+    code, message, details = await failure(call(b"\xff\xff\xff"))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "schema" in message
+    assert details["ErrorInfo"].reason == "UNREADABLE"
     assert not engine.streams

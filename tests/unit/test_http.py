@@ -10,11 +10,14 @@ from typing import Any
 
 import orjson
 import pytest
+import structlog
+from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
 from proto.messages import FinishReason, RefusalCode
 from services.frontend.http import build_app
 from services.frontend.http_body import decoded
+from services.frontend.http_runner import Runner
 from services.frontend.types import RequestRefused
 from services.settings import ByteSize, FrontendSettings
 from tests.support.fake_engine import FakeEngine, fake_context
@@ -526,3 +529,40 @@ async def test_tenant_and_salt_reach_the_engine_and_the_header_counts_only_when_
         assert (first.tenant, first.cache_salt, first.priority) == (expected, "pepper", -3)
         assert 49 < first.deadline <= 50
         assert (second.tenant, second.cache_salt, second.priority, second.deadline) == ("", "", 0, None)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        b"NOT HTTP AT ALL\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 20_000 + b"\r\n\r\n",
+    ],
+    ids=["header", "noise", "too long"],
+)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_what_is_no_http_is_answered_in_json(sent: bytes) -> None:
+    runner = Runner(build_app(fake_context(FakeEngine())), access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        reader, writer = await asyncio.open_connection(*runner.addresses[0][:2])
+        writer.write(sent)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    finally:
+        await runner.cleanup()
+    assert head.split(None, 2)[1] == b"400"
+    assert b"application/json" in head
+    assert "no proper HTTP request" in error_of(orjson.loads(body))["message"]
+
+
+@pytest.mark.parametrize("access_log", [False, True])
+async def test_requests_are_logged_as_info_only_when_asked_for(access_log: bool) -> None:
+    context = fake_context(FakeEngine(S1), settings=FrontendSettings(access_log=access_log))
+    async with http_front(context) as front:
+        with structlog.testing.capture_logs() as logs:
+            for path in (COMPLETIONS, "/live"):
+                await front.request("POST" if path == COMPLETIONS else "GET", path, json=COMPLETION)
+    levels = {entry["path"]: entry["log_level"] for entry in logs if entry["event"] == "http"}
+    assert levels == {COMPLETIONS: "info" if access_log else "debug", "/live": "debug"}

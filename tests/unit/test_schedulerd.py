@@ -6,10 +6,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 import zmq
 
 from proto.codec import SCHEDULER_TO_FRONTEND, decode, encode
-from proto.messages import FrontendBeat, FrontendHello, Header, Message, Reset, SchedulerBeat, Welcome
+from proto.messages import (
+    FrontendBeat,
+    FrontendHello,
+    Header,
+    Heartbeat,
+    KVGroup,
+    Message,
+    Phase,
+    Reset,
+    SchedulerBeat,
+    Welcome,
+    WorkerHello,
+)
 from scheduler.config import SchedulerConfig
 from services.run_dir import RunDir
 from services.schedulerd import SchedulerService, config_of
@@ -97,6 +110,42 @@ def test_a_lost_peer_is_told_to_the_state_machine(service, context, run_dir):
     while service.state.frontends:
         service.step(0.6)
         service.state.validate()
+
+
+def test_a_frontend_that_leaves_with_nothing_open_is_no_warning(service, context, run_dir):
+    dealer = connect(context, frontend_link(run_dir), "f1")
+    ask(service, dealer, encode(Header(), FrontendHello(frontend="f")))
+    dealer.close()
+    with structlog.testing.capture_logs() as logs:
+        while service.state.frontends:
+            service.step(0.6)
+    assert {entry["event"]: entry["log_level"] for entry in logs} == {"peer gone": "info"}
+
+
+def test_a_worker_that_says_that_it_stops_is_no_warning(service, context, run_dir):
+    control = connect(context, control_link(run_dir), "w1")
+    hello = WorkerHello(
+        worker="w1",
+        fingerprint="f",
+        model="m",
+        groups=(KVGroup(kind="full", block_size=16, num_blocks=8),),
+        max_rows=4,
+        max_step_tokens=64,
+        max_length=128,
+        vocab_size=100,
+        window=1,
+        device="cpu",
+    )
+    assert control.send(encode(Header(), hello))
+    while not service.state.workers:
+        service.step(0.6)
+    header = Header(session=service.state.session, link=1, epoch=1)
+    with structlog.testing.capture_logs() as logs:
+        assert control.send(encode(header, Heartbeat(worker="w1", last_plan=0, phase=Phase.STOPPING)))
+        while service.state.workers:
+            service.step(0.6)
+    assert {entry["event"]: entry["log_level"] for entry in logs} == {"worker left": "info"}
+    control.close()
 
 
 def test_a_second_scheduler_is_refused(service, run_dir):

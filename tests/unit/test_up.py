@@ -49,6 +49,28 @@ def test_a_private_run_folder_goes_with_up_and_leftovers_go_too(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_event_logs_of_a_private_run_folder_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runtime, home = tmp_path / "runtime", tmp_path / "home"
+    runtime.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setenv("SIGNALBOX_HOME", str(home))
+    with up.run_folder(None) as run_dir:
+        (run_dir / "scheduler-1.events").write_bytes(b"fault")
+    assert list(runtime.iterdir()) == []
+    kept = home / "events" / "scheduler-1.events"
+    assert kept.read_bytes() == b"fault"
+    assert str(kept) in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there_is_told_before_a_port_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = Address("127.0.0.1", taken.getsockname()[1])
+        with pytest.raises(ValueError, match="no-such-model"):
+            up.run(UpSettings(model="/no-such-model", http=address))
+
+
 def test_a_chosen_run_folder_stays(tmp_path: Path) -> None:
     with up.run_folder(tmp_path / "mine") as run_dir:
         assert run_dir == tmp_path / "mine"
