@@ -76,7 +76,7 @@ def _draw_kv(plt: Any, report: TraceReport) -> Any:
         axis.set_ylabel("KV slots, % of pool")
         axis.set_ylim(0, 105)
         axis.set_xlim(0, max(policy.usage.series.now[-1] for policy in report.policies) / 60)
-    axes[-1].legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none", ncols=2)
+    axes[0].legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none", ncols=2)
     axes[-1].set_xlabel(f"simulated minutes ({report.requests:,} requests at {report.rate:.1f} per second)")
     return figure
 

@@ -21,7 +21,7 @@ def test_sized_chunks_keep_the_gaps_within_twice_what_they_were(results):
     whole, chunks, sized = results
     assert sized.ratio <= GOAL
     assert sized.during.p50 == pytest.approx(sized.target, rel=0.1)
-    assert sized.target == pytest.approx(AIM * whole.before.p50, rel=0.02)
+    assert sized.target == pytest.approx(AIM * chunks.before.p50)
     assert whole.ratio > 20
     assert GOAL < chunks.ratio < whole.ratio
 
