@@ -37,6 +37,15 @@ class DType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class KVDType(StrEnum):
+    """The number format of a worker's KV blocks. auto, on a CPU: float16, or float32 where the weights are that."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+
+
 class LogFormat(StrEnum):
     """auto: console on a terminal, json otherwise."""
 
@@ -273,6 +282,9 @@ class EngineSettings(ModelSettings, BatchSettings):
 
     device: Annotated[Device, "Where the worker computes."] = Device.AUTO
     dtype: Annotated[DType, "The number format it computes in; auto, on a CPU: weights as stored."] = DType.AUTO
+    kv_dtype: Annotated[KVDType, "The number format of keys and values; auto, on a CPU: float16, or as float32 weights."] = (
+        KVDType.AUTO
+    )
     block_size: Annotated[int, "Token slots in one KV block, a power of two.", Bounds(1, 1024)] = 16
     kv_cache_memory: Annotated[ByteSize, "Memory for the KV blocks of one worker: 512MiB, 2GiB or bytes.", POSITIVE] = (
         DEFAULT_KV_CACHE

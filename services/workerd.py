@@ -169,6 +169,7 @@ def load(settings: WorkerSettings) -> PlanRunner:
             model=store.resolve(settings.model),
             device=settings.device.value,
             dtype=settings.dtype.value,
+            kv_dtype=settings.kv_dtype.value,
             block_size=settings.block_size,
             kv_cache_memory=settings.kv_cache_memory,
             max_rows=settings.max_num_seqs,

@@ -10,6 +10,8 @@ from worker.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+# Bytes of one number of the KV blocks.
+KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +23,10 @@ class WorkerConfig:
     device: str = "auto"
     """auto, cpu or cuda; auto is the CPU in this version."""
     dtype: str = "auto"
-    """Number format of weights, activations and KV: auto, float32 or bfloat16; auto, on a CPU: weights as
-    stored, activations and KV in float32."""
+    """Number format of weights and activations: auto, float32 or bfloat16; auto, on a CPU: weights as stored,
+    activations in float32."""
+    kv_dtype: str = "auto"
+    """Number format of the KV blocks: auto, float32, float16 or bfloat16; the engine knows what auto is."""
     block_size: int = 16
     """Token slots in one KV block."""
     kv_cache_memory: int = 512 * 2**20
@@ -43,6 +47,8 @@ class WorkerConfig:
             raise ConfigError("--device cuda is not available in this version: use --device cpu")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
+        if self.kv_dtype not in ("auto", *KV_BYTES):
+            raise ConfigError(f"--kv-dtype must be one of auto, {', '.join(KV_BYTES)}, is {self.kv_dtype!r}")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, is {self.block_size}")
         for name, option in (("max_rows", "max-num-seqs"), ("max_step_tokens", "max-num-batched-tokens")):

@@ -43,6 +43,16 @@ class Executor(Protocol):
         """For people: which device, with what."""
         ...
 
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks without the null block."""
+        ...
+
+    @property
+    def kv_dtype(self) -> str:
+        """The number format of the KV blocks."""
+        ...
+
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
         """Copies whole KV blocks in every layer. Targets are distinct, and none is a source."""
         ...

@@ -25,11 +25,12 @@ FIRST_WEIGHTS_VERSION = 1
 class Runner:
     """Executes plans strictly in order. Not safe for several threads."""
 
-    def __init__(self, config: WorkerConfig, files: ModelFiles, executor: Executor, num_blocks: int) -> None:
+    def __init__(self, config: WorkerConfig, files: ModelFiles, executor: Executor) -> None:
         self.config = config
         self.files = files
         self.executor = executor
         self.weights_version = FIRST_WEIGHTS_VERSION
+        num_blocks = executor.num_blocks
         self.batch = Batch(
             max_rows=config.max_rows,
             max_length=min(files.config.max_position_embeddings, num_blocks * config.block_size),
@@ -42,9 +43,7 @@ class Runner:
     def load(cls, config: WorkerConfig) -> Runner:
         """Opens the model and its device; ModelError or ConfigError says in one line what is wrong."""
         files = open_model(config.model)
-        values = {"float32": 4, "bfloat16": 2}[config.resolved_dtype]
-        num_blocks = config.num_blocks(files.config.kv_bytes_per_token(values))
-        return cls(config, files, load_executor(config, files, num_blocks), num_blocks)
+        return cls(config, files, load_executor(config, files))
 
     def hello(self, worker_id: str) -> WorkerHello:
         """How this worker presents itself to a scheduler."""
@@ -115,5 +114,5 @@ class Runner:
     def _fingerprint(self) -> str:
         """Workers with equal fingerprints compute the same from the same blocks."""
         config, engine = self.config, type(self.executor).__name__
-        facts = (self.files.fingerprint, engine, config.dtype, config.block_size)
+        facts = (self.files.fingerprint, engine, config.dtype, self.executor.kv_dtype, config.block_size)
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

@@ -18,7 +18,8 @@ import numpy as np
 
 from worker.cpu.native.errors import NativeUnavailable
 from worker.cpu.native.records import Format
-from worker.cpu.native.trial import FLOPS_PER_ROUND, LinearTrial, multiply, read_memory
+from worker.cpu.native.trial import LinearTrial, multiply, read_memory
+from worker.loader.tensors import UNITS
 
 TOKENS = (1, 4, 16, 64, 512)
 # Larger than the last cache, where weights stream from memory; a matrix of many tokens is read from there too.
@@ -56,11 +57,12 @@ def measure_limits(threads: int) -> Limits:
     """What the memory and the multipliers give at best."""
     data = np.ones(READ_BYTES // 4, np.float32)
     reading = best(lambda: read_memory(data, threads))
+    operations = multiply(1, threads) * ROUNDS
     multiplying = best(lambda: multiply(ROUNDS, threads))
     return Limits(
         threads=threads,
         bandwidth=READ_BYTES / reading,
-        multiply_rate=ROUNDS * FLOPS_PER_ROUND * threads / multiplying,
+        multiply_rate=operations / multiplying,
     )
 
 
@@ -90,7 +92,7 @@ def measure_kernel(kind: Format, tokens: int, limits: Limits) -> KernelResult:
     )
 
 
-def best(call: Callable[[], None]) -> float:
+def best(call: Callable[[], object]) -> float:
     """Seconds of the fastest of some calls."""
     times = []
     for _ in range(RUNS):
@@ -124,5 +126,5 @@ def main(json: bool) -> None:
 
 def _rows_for(kind: Format, size: int) -> int:
     """Rows of COLUMNS weights that take about `size` bytes; a multiple of 16."""
-    per_row = {"F32": 4.0, "F16": 2.0, "BF16": 2.0, "Q8_0": 34 / 32, "Q4_0": 18 / 32, "Q4_1": 20 / 32}[kind.name]
-    return int(size / (per_row * COLUMNS)) // 16 * 16
+    values, stored = UNITS[kind.name]
+    return size * values // (stored * COLUMNS) // 16 * 16

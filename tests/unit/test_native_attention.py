@@ -12,8 +12,14 @@ import numpy as np
 import pytest
 
 from tests.support.native_steps import plain_inputs
+from worker.cpu.native.buffers import KV_FORMATS, KV_NUMBERS
+from worker.cpu.native.build import VARIABLE, levels
 from worker.cpu.native.records import Flag, Kind, Model, Op, address
 from worker.cpu.native.step import CapturedStep
+
+
+# A bfloat16 that is not a number.
+NAN_BITS = 0x7FC0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +29,7 @@ class Shape:
     dim: int = 32
     block_size: int = 16
     window: int = 0
+    kv: str = "float32"
 
 
 class Attention:
@@ -33,7 +40,9 @@ class Attention:
         width, padded = (shape.heads + 2 * shape.kv_heads) * shape.dim, -(-shape.dim // 16) * 16
         self.qkv = np.zeros((tokens, width), np.float32)
         self.out = np.zeros((tokens, shape.heads * shape.dim), np.float32)
-        self.keys = np.full((blocks, shape.kv_heads * shape.block_size * padded), np.nan, np.float32)
+        number = KV_NUMBERS[shape.kv]
+        nan = NAN_BITS if number.kind == "u" else np.nan
+        self.keys = np.full((blocks, shape.kv_heads * shape.block_size * padded), nan, number)
         self.values = self.keys.copy()
         angles = np.outer(np.arange(blocks * shape.block_size), 0.3 ** np.arange(shape.dim // 2))
         self.cosines, self.sines = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
@@ -72,6 +81,7 @@ class Attention:
             hidden=8,
             head_rows=1,
             threads=threads,
+            kv_format=KV_FORMATS[shape.kv],
             cosines=address(self.cosines),
             sines=address(self.sines),
             hidden_states=address(self.hidden),
@@ -97,6 +107,14 @@ class Attention:
         return np.split(self.out[: len(positions)].copy(), np.cumsum(counts)[:-1])
 
 
+def kept(x: np.ndarray, kind: str) -> np.ndarray:
+    """What is left of float32 values in the KV blocks, as float64."""
+    if kind == "bfloat16":
+        bits = x.astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
+    return x.astype(kind).astype(np.float64)
+
+
 def exact(shape: Shape, lines: np.ndarray, engine: Attention) -> np.ndarray:
     """Every position of one sequence, in float64."""
     length, dim = len(lines), shape.dim
@@ -111,6 +129,7 @@ def exact(shape: Shape, lines: np.ndarray, engine: Attention) -> np.ndarray:
         return np.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)
 
     q, k = turned(q, engine.norms[0]), turned(k, engine.norms[1])
+    k, v = kept(k, shape.kv), kept(v, shape.kv)
     group = shape.heads // shape.kv_heads
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(dim)
@@ -140,6 +159,8 @@ SHAPES = [
     Shape(heads=7, kv_heads=1, dim=24),
     Shape(window=20),
     Shape(window=130, heads=2),
+    Shape(kv="float16"),
+    Shape(kv="bfloat16", heads=7, kv_heads=1, dim=24, block_size=32),
 ]
 
 
@@ -151,7 +172,9 @@ def test_against_float64(shape: Shape, norm: bool) -> None:
     x = lines(shape, length)
     expected = exact(shape, x, engine)
     (found,) = engine.run([(x, 0, table(shape, length, blocks))])
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+    # In 16 bits a number that lies between two of them may go to either.
+    atol = {"float32": 2e-5, "float16": 1e-3, "bfloat16": 8e-3}[shape.kv]
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -169,6 +192,25 @@ def test_chunks_company_and_threads_change_no_bit(shape: Shape, threads: int) ->
         mine = 0 if start % 2 else 1
         found.append(engine.run([chunk, beside] if mine == 0 else [beside, chunk])[mine])
     assert np.array_equal(np.concatenate(found), whole)
+
+
+@pytest.mark.parametrize("kv", KV_NUMBERS)
+def test_levels_give_the_same_bits(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, length, found = Shape(kv=kv), 150, []
+    for level in levels():
+        monkeypatch.setenv(VARIABLE, level)
+        engine = Attention(shape, blocks=40, tokens=length)
+        found += engine.run([(lines(shape, length), 0, table(shape, length, 40))])
+    assert all(np.array_equal(found[0], other) for other in found)
+
+
+def test_numbers_beyond_float16_become_its_largest() -> None:
+    shape = Shape(kv="float16")
+    engine = Attention(shape, blocks=4, tokens=1)
+    x = lines(shape, 1)
+    x[:, -shape.kv_heads * shape.dim :] = 1e6
+    (found,) = engine.run([(x, 0, [1])])
+    assert (found == 65504.0).all()
 
 
 def test_a_row_that_is_not_finite_spoils_itself_only() -> None:

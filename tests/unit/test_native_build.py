@@ -26,7 +26,7 @@ def test_without_a_compiler(empty: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_prebuilt_library_needs_no_compiler(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = empty / "prebuilt" / build._source_key() / "somewhere"
+    folder = empty / "prebuilt" / build.source_key(build.level()) / "somewhere"
     folder.mkdir(parents=True)
     (folder / "engine.so").touch()
     monkeypatch.setenv("PATH", str(empty))
@@ -44,9 +44,17 @@ def test_a_compiler_that_fails_is_quoted(empty: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_cpu_without_the_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "CPU_FLAGS", ("sse2", "avx9000"))
+    monkeypatch.setattr(build, "LEVELS", {"late": ("avx9001",), "early": ("fpu", "avx9000")})
     with pytest.raises(NativeUnavailable, match="this CPU has no avx9000"):
-        build.check_cpu()
+        build.library()
+
+
+def test_a_level_is_demanded_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.VARIABLE, build.levels()[-1])
+    assert build.level() == build.levels()[-1] == "avx2"
+    monkeypatch.setenv(build.VARIABLE, "neon")
+    with pytest.raises(NativeUnavailable, match=f"{build.VARIABLE} must be one of .*avx2 on this CPU, is 'neon'"):
+        build.level()
 
 
 def test_a_cache_that_cannot_be_written(empty: Path, monkeypatch: pytest.MonkeyPatch) -> None:

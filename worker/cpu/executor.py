@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from proto.messages import Int32
-from worker.config import WorkerConfig
+from worker.config import KV_BYTES, WorkerConfig
 from worker.cpu.attention import Layout, attend, plan_attention
 from worker.cpu.cache import KVCache
+from worker.errors import ConfigError
 from worker.executor import Scores, StepOutputs
 from worker.inputs import ScoreInputs, StepInputs
 from worker.loader.config import ModelConfig
@@ -35,8 +36,15 @@ class CpuExecutor:
         self.rope = rope_table(config, min(config.max_position_embeddings, cache.null_slot))
 
     @classmethod
-    def load(cls, config: WorkerConfig, files: ModelFiles, num_blocks: int) -> CpuExecutor:
-        """Reads the weights and sets torch's number of threads, which is one for the process."""
+    def load(cls, config: WorkerConfig, files: ModelFiles) -> CpuExecutor:
+        """Reads the weights and sets torch's number of threads, which is one for the process. ConfigError for KV in
+        another number format than the rest."""
+        if config.kv_dtype not in ("auto", config.resolved_dtype):
+            raise ConfigError(
+                f"--kv-dtype {config.kv_dtype} needs the native engine: the torch engine keeps KV in its --dtype, "
+                f"{config.resolved_dtype}"
+            )
+        num_blocks = config.num_blocks(files.config.kv_bytes_per_token(KV_BYTES[config.resolved_dtype]))
         torch.set_num_threads(config.resolved_threads)
         model, dtype = files.config, getattr(torch, config.resolved_dtype)
         layout = Layout(
@@ -52,6 +60,16 @@ class CpuExecutor:
     def device(self) -> str:
         """For people: which device, with what."""
         return f"cpu (torch {torch.__version__}, {torch.get_num_threads()} threads)"
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks without the null block."""
+        return self.layout.null_slot // self.layout.block_size
+
+    @property
+    def kv_dtype(self) -> str:
+        """The number format of the KV blocks."""
+        return str(self.layout.dtype).removeprefix("torch.")
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
         """Copies whole KV blocks in every layer."""

@@ -5,6 +5,11 @@ Formats as stored (little-endian; source: ggml-common.h of the GGUF format):
   Q8_0   34 bytes for 32 values: f16 d, int8 q[32]           value = d * q
   Q4_0   18 bytes for 32 values: f16 d, 16 bytes of nibbles  value = d * (q - 8)
   Q4_1   20 bytes for 32 values: f16 d, f16 m, 16 bytes      value = d * q + m
+  Q4_K  144 bytes for 256 values: f16 d, f16 m, 12 bytes of 6-bit scales and minima, 128 bytes of nibbles
+  Q5_K  176 bytes for 256 values: as Q4_K, with 32 bytes of fifth bits before the nibbles
+        in sub-blocks of 32:                             value = (d * scale) * q - m * minimum
+  Q6_K  210 bytes for 256 values: 128 bytes of low bits, 64 of upper bits, int8 scales[16], f16 d
+        in sub-blocks of 16:                             value = (d * scale) * (q - 32)
 In a block of nibbles the low halves are values 0-15 and the high halves are values 16-31.
 """
 
@@ -18,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from worker.loader.errors import ModelError
+from worker.loader.super_blocks import SUPER_BLOCKS
 
 # dtype -> (values, bytes) of one stored unit.
 UNITS: dict[str, tuple[int, int]] = {
@@ -27,6 +33,9 @@ UNITS: dict[str, tuple[int, int]] = {
     "Q8_0": (32, 34),
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
+    "Q4_K": (256, 144),
+    "Q5_K": (256, 176),
+    "Q6_K": (256, 210),
 }
 
 
@@ -94,7 +103,9 @@ def dequantize(entry: TensorEntry) -> NDArray[np.float32]:
 
 
 def _dequantize_blocks(dtype: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """uint8 [blocks, bytes per block] -> float32 [blocks, 32]. One rounding per value, as in ggml."""
+    """uint8 [blocks, bytes per block] -> float32 [blocks, values]. Roundings are those of ggml."""
+    if dtype in SUPER_BLOCKS:
+        return SUPER_BLOCKS[dtype](blocks)
     scale = _halves(blocks, 0)
     if dtype == "Q8_0":
         return blocks[:, 2:].view(np.int8).astype(np.float32) * scale

@@ -11,10 +11,13 @@ import mmap
 import numpy as np
 
 from proto.messages import Float32, Int32
-from worker.cpu.native.records import BLOCK, KEY_LANES, Activations, address
+from worker.cpu.native.records import BLOCK, KEY_LANES, Activations, Format, address
 from worker.errors import ConfigError
 from worker.loader.config import ModelConfig
 
+# How KV is kept, by the name of --kv-dtype: the format's record, and what NumPy moves its numbers as.
+KV_FORMATS = {"float32": Format.F32, "float16": Format.F16, "bfloat16": Format.BF16}
+KV_NUMBERS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 # Most rows whose logits are held at once; a step with more takes several rounds of the head part.
 HEAD_ROWS = 64
 
@@ -36,11 +39,13 @@ class Buffers:
         self.block_values = np.empty((blocks, BLOCK), np.int8)
         self.block_scales = np.empty(blocks, np.float32)
         self.block_sums = np.empty(blocks, np.float32)
+        self.block_halves = np.empty((blocks, 2), np.int32)
 
     @property
     def activations(self) -> Activations:
         """The quantised activations' record."""
-        return Activations(address(self.block_values), address(self.block_scales), address(self.block_sums))
+        columns = (self.block_values, self.block_scales, self.block_sums, self.block_halves)
+        return Activations(*(address(column) for column in columns))
 
 
 class RopeTables:
@@ -60,18 +65,20 @@ class KVBlocks:
     Large pages, where the kernel has them: a step reads from all over the pool.
     """
 
-    def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int) -> None:
+    def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int, number: str) -> None:
+        self.number = KV_NUMBERS[number]
         self.padded_dim = -(-config.head_dim // KEY_LANES) * KEY_LANES
         size = config.num_kv_heads * block_size * self.padded_dim
         shape = (2 * config.num_layers, num_blocks, size)
+        num_bytes = math.prod(shape) * self.number.itemsize
         try:
-            memory = large_pages(math.prod(shape) * 4)
+            memory = large_pages(num_bytes)
         except (OSError, MemoryError) as error:
-            gigabytes = math.prod(shape) * 4 / 2**30
+            gigabytes = num_bytes / 2**30
             raise ConfigError(
                 f"--kv-cache-memory: {gigabytes:.1f} GiB cannot be had from this machine ({error}); ask for less"
             ) from error
-        self.blocks = np.frombuffer(memory, np.float32).reshape(shape)
+        self.blocks = np.frombuffer(memory, self.number)[: math.prod(shape)].reshape(shape)
 
     def layer(self, index: int) -> tuple[int, int]:
         """Addresses of one layer's keys and values."""

@@ -18,7 +18,7 @@ VARIABLE = "SIGNALBOX_CPU_ENGINE"
 log = structlog.get_logger()
 
 
-def load_executor(config: WorkerConfig, files: ModelFiles, num_blocks: int) -> Executor:
+def load_executor(config: WorkerConfig, files: ModelFiles) -> Executor:
     """The engine with its weights; ConfigError when the one that VARIABLE demands cannot be had.
 
     Torch is imported only where it runs.
@@ -30,7 +30,7 @@ def load_executor(config: WorkerConfig, files: ModelFiles, num_blocks: int) -> E
         from worker.cpu.native.executor import NativeExecutor
 
         try:
-            return NativeExecutor.load(config, files, num_blocks)
+            return NativeExecutor.load(config, files)
         except NativeUnavailable as error:
             if wanted == "native":
                 raise ConfigError(f"{VARIABLE} is native, but that engine cannot be used: {error}") from error
@@ -40,4 +40,4 @@ def load_executor(config: WorkerConfig, files: ModelFiles, num_blocks: int) -> E
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from worker.cpu.executor import CpuExecutor
 
-    return CpuExecutor.load(config, files, num_blocks)
+    return CpuExecutor.load(config, files)

@@ -1,13 +1,14 @@
-"""A CPU through native code: weights as stored, float32 KV blocks, one launch for each step."""
+"""A CPU through native code: weights as stored, KV blocks in one of three formats, one launch for each step."""
 
 from __future__ import annotations
 
 from proto.messages import Int32
-from worker.config import WorkerConfig
-from worker.cpu.native.buffers import Buffers, KVBlocks, RopeTables
+from worker.config import KV_BYTES, WorkerConfig
+from worker.cpu.native.build import level
+from worker.cpu.native.buffers import KV_FORMATS, Buffers, KVBlocks, RopeTables
 from worker.cpu.native.errors import NativeUnavailable
 from worker.cpu.native.program import Recorder
-from worker.cpu.native.records import KEY_LANES, Model, address, native
+from worker.cpu.native.records import KEY_LANES, Format, Model, address, native
 from worker.cpu.native.step import CapturedStep
 from worker.cpu.native.weights import Weights, load_weights
 from worker.executor import StepOutputs
@@ -18,17 +19,22 @@ from worker.loader.model import ModelFiles
 class NativeExecutor:
     """Fills worker.executor.Executor."""
 
-    def __init__(self, config: WorkerConfig, files: ModelFiles, num_blocks: int, weights: Weights) -> None:
+    def __init__(self, config: WorkerConfig, files: ModelFiles, weights: Weights) -> None:
         model, self.threads = files.config, config.resolved_threads
+        self.level = level()
+        self.kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else auto_kv_dtype(weights)
+        self.num_blocks = config.num_blocks(model.kv_bytes_per_token(KV_BYTES[self.kv_dtype]))
         self.weights = weights
         self.formats = sorted({matrix.format.name for matrix in weights.matrices.values()})
-        self.cache = KVBlocks(model, num_blocks=num_blocks, block_size=config.block_size)
+        self.cache = KVBlocks(
+            model, num_blocks=self.num_blocks, block_size=config.block_size, number=self.kv_dtype
+        )
         self.buffers = Buffers(
             model,
             tokens=config.max_step_tokens,
             largest_input=max(matrix.k for matrix in weights.matrices.values()),
         )
-        self.rope = RopeTables(model, min(model.max_position_embeddings, num_blocks * config.block_size))
+        self.rope = RopeTables(model, min(model.max_position_embeddings, self.num_blocks * config.block_size))
         program = Recorder(model, weights, self.buffers, self.cache)
         record = Model(
             heads=model.num_heads,
@@ -41,6 +47,7 @@ class NativeExecutor:
             vocab=model.vocab_size,
             head_rows=self.buffers.head_rows,
             threads=self.threads,
+            kv_format=KV_FORMATS[self.kv_dtype],
             cosines=address(self.rope.cosines),
             sines=address(self.rope.sines),
             activations=self.buffers.activations,
@@ -52,17 +59,18 @@ class NativeExecutor:
         )
 
     @classmethod
-    def load(cls, config: WorkerConfig, files: ModelFiles, num_blocks: int) -> NativeExecutor:
+    def load(cls, config: WorkerConfig, files: ModelFiles) -> NativeExecutor:
         """Builds the library if need be and reads the weights. NativeUnavailable says why it cannot be used."""
         check_settings(config)
         native()
         weights = load_weights(files, expand=config.dtype == "float32", threads=config.resolved_threads)
-        return cls(config, files, num_blocks, weights)
+        return cls(config, files, weights)
 
     @property
     def device(self) -> str:
         """For people: which device, with what."""
-        return f"cpu (native avx2, {self.threads} threads, {'+'.join(self.formats).lower()} weights)"
+        weights = "+".join(self.formats).lower()
+        return f"cpu (native {self.level}, {self.threads} threads, {weights} weights, {self.kv_dtype} kv)"
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
         """Copies whole KV blocks in every layer."""
@@ -71,6 +79,11 @@ class NativeExecutor:
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One forward pass, then sampling."""
         return self.step.launch(inputs)
+
+
+def auto_kv_dtype(weights: Weights) -> str:
+    """float16, whose rounding is far below that of weights of 16 bits and less; float32 for weights in float32."""
+    return "float32" if all(matrix.format == Format.F32 for matrix in weights.matrices.values()) else "float16"
 
 
 def check_settings(config: WorkerConfig) -> None:

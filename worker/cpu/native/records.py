@@ -48,6 +48,9 @@ class Format(IntEnum):
     Q8_0 = 3
     Q4_0 = 4
     Q4_1 = 5
+    Q4_K = 6
+    Q5_K = 7
+    Q6_K = 8
 
     @property
     def quantised(self) -> bool:
@@ -68,7 +71,7 @@ class Op(Structure):
 class Activations(Structure):
     """Quantised activations of a step."""
 
-    _fields_ = (("values", c_void_p), ("scales", c_void_p), ("sums", c_void_p))
+    _fields_ = tuple((name, c_void_p) for name in ("values", "scales", "sums", "halves"))
 
 
 class Model(Structure):
@@ -88,6 +91,7 @@ class Model(Structure):
                 "vocab",
                 "head_rows",
                 "threads",
+                "kv_format",
             )
         ),
         ("cosines", c_void_p),
@@ -156,10 +160,14 @@ class Step(Structure):
     )
 
 
-@cache
 def native() -> ctypes.CDLL:
     """The loaded library; NativeUnavailable says why there is none. Calls give up the interpreter's lock."""
-    loaded = ctypes.CDLL(str(library()))
+    return _loaded(str(library()))
+
+
+@cache
+def _loaded(file: str) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(file)
     for name, result, arguments in (
         ("sb_open", c_void_p, (POINTER(Model), POINTER(Op), c_int32, POINTER(Op), c_int32)),
         ("sb_close", None, (c_void_p,)),
@@ -169,7 +177,7 @@ def native() -> ctypes.CDLL:
         ("sb_packed_bytes", c_int64, (c_int32, c_int32, c_int32)),
         ("sb_pack", None, (c_int32, c_void_p, c_int32, c_int32, c_void_p)),
         ("sb_probe_read", None, (c_int32, c_void_p, c_int64)),
-        ("sb_probe_multiply", None, (c_int32, c_int64)),
+        ("sb_probe_multiply", c_int64, (c_int32, c_int64)),
     ):
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

@@ -11,7 +11,6 @@ from worker.cpu.native.records import BLOCK, Activations, Format, Kind, Model, O
 
 # A pattern that is an ordinary small number in every format.
 FILL = 0x11
-FLOPS_PER_ROUND = 12 * 8 * 2
 
 
 def read_memory(data: np.ndarray, threads: int) -> None:
@@ -19,9 +18,9 @@ def read_memory(data: np.ndarray, threads: int) -> None:
     native().sb_probe_read(threads, address(data), data.size)
 
 
-def multiply(rounds: int, threads: int) -> None:
-    """`rounds` · FLOPS_PER_ROUND float32 multiply-adds, counted as two operations each, on every thread."""
-    native().sb_probe_multiply(threads, rounds)
+def multiply(rounds: int, threads: int) -> int:
+    """Float32 multiply-adds on every thread; how many operations all of them did, two for each."""
+    return int(native().sb_probe_multiply(threads, rounds)) * rounds * threads
 
 
 class LinearTrial:
@@ -36,7 +35,8 @@ class LinearTrial:
         self._x = np.random.default_rng(0).standard_normal((tokens, k)).astype(np.float32)
         self._out = np.empty((tokens, n), np.float32)
         blocks = -(-k // BLOCK) * tokens
-        self._quantised = np.empty((blocks, BLOCK), np.int8), np.empty(blocks, np.float32), np.empty(blocks, np.float32)
+        floats = np.empty((2, blocks), np.float32)
+        self._quantised = np.empty((blocks, BLOCK), np.int8), floats[0], floats[1], np.empty((blocks, 2), np.int32)
         activations = Activations(*(address(part) for part in self._quantised))
         model = Model(heads=1, kv_heads=1, head_dim=16, padded_dim=16, block_size=16, head_rows=1, threads=threads)
         model.activations = activations

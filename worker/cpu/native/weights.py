@@ -25,7 +25,7 @@ from worker.loader.model import ModelFiles
 from worker.loader.tensors import TensorEntry, as_float32, dequantize
 
 # Rises when the layout of panels changes.
-PACKING = 1
+PACKING = 2
 # Models below this size are packed at every start.
 KEPT_FROM = 16 * 2**20
 # Up to this size the file is read into large pages, which the kernels stream from a fifth faster than from the map.

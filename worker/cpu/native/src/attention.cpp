@@ -16,8 +16,10 @@ constexpr int TILE_KEYS = 64;
 constexpr int PART_KEYS = 512;
 // Query rows (tokens x heads of one KV head) of one item; more only where one token has more heads.
 constexpr int QUERY_ROWS = 48;
-// Rows of one register tile.
-constexpr int ROWS = 6;
+// Rows of one register tile, and groups of 16 keys, or of 16 dimensions, in it: some twelve sums keep the multipliers
+// busy.
+constexpr int ROWS = HALVES == 1 ? 8 : 6;
+constexpr int width_of(int rows) { return HALVES == 1 || rows <= ROWS / 2 ? 2 : 1; }
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 int heads_per_key(const Model& model) { return model.heads / model.kv_heads; }
@@ -26,77 +28,61 @@ int tokens_per_item(const Model& model) { return std::max(1, QUERY_ROWS / heads_
 
 int rows_per_item(const Model& model) { return tokens_per_item(model) * heads_per_key(model); }
 
-// Groups of 16 keys, or of 16 dimensions, in one register tile: twelve sums keep the multipliers busy.
-constexpr int width_of(int rows) { return rows <= ROWS / 2 ? 2 : 1; }
-
 // scores[r][16 w ..] = queries[r] · keys[w], one chain over the dimensions. keys[w]: [dim][16].
-template <int R, int W>
-inline void score_tile(const float* queries, int dim, const float* const (&keys)[W], float* scores) {
-  __m256 low[R][W], high[R][W];
+template <int R, int W, typename Number>
+inline void score_tile(const float* queries, int dim, const Number* const* keys, float* scores) {
+  Floats sum[R][W * HALVES];
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < W; ++w) low[r][w] = high[r][w] = _mm256_setzero_ps();
+    for (int w = 0; w < W * HALVES; ++w) sum[r][w] = zero_floats();
   for (int d = 0; d < dim; ++d) {
-    __m256 first[W], second[W];
-    for (int w = 0; w < W; ++w) {
-      first[w] = _mm256_loadu_ps(keys[w] + d * KEY_LANES);
-      second[w] = _mm256_loadu_ps(keys[w] + d * KEY_LANES + LANES);
-    }
+    Floats key[W * HALVES];
+    for (int w = 0; w < W * HALVES; ++w) key[w] = load_numbers(keys[w / HALVES] + d * KEY_LANES + w % HALVES * WIDTH);
     for (int r = 0; r < R; ++r) {
-      const __m256 q = _mm256_broadcast_ss(queries + r * dim + d);
-      for (int w = 0; w < W; ++w) {
-        low[r][w] = _mm256_fmadd_ps(first[w], q, low[r][w]);
-        high[r][w] = _mm256_fmadd_ps(second[w], q, high[r][w]);
-      }
+      const Floats q = all_of(queries[r * dim + d]);
+      for (int w = 0; w < W * HALVES; ++w) sum[r][w] = multiply_add(key[w], q, sum[r][w]);
     }
   }
-  for (int r = 0; r < R; ++r) {
-    for (int w = 0; w < W; ++w) {
-      _mm256_storeu_ps(scores + r * TILE_KEYS + w * KEY_LANES, low[r][w]);
-      _mm256_storeu_ps(scores + r * TILE_KEYS + w * KEY_LANES + LANES, high[r][w]);
-    }
-  }
+  for (int r = 0; r < R; ++r)
+    for (int w = 0; w < W * HALVES; ++w) store_floats(scores + r * TILE_KEYS + w * WIDTH, sum[r][w]);
 }
 
 // sums[r][0..16 W] += sum over keys of weights[r][key] · values[key], one chain over the keys.
-template <int R, int W>
-inline void mix_tile(const float* weights, int keys, const float* values, int stride, float* sums) {
-  __m256 sum[R][2 * W];
+template <int R, int W, typename Number>
+inline void mix_tile(const float* weights, int keys, const Number* values, int stride, float* sums) {
+  Floats sum[R][W * HALVES];
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < 2 * W; ++w) sum[r][w] = _mm256_loadu_ps(sums + r * stride + w * LANES);
+    for (int w = 0; w < W * HALVES; ++w) sum[r][w] = load_floats(sums + r * stride + w * WIDTH);
   for (int key = 0; key < keys; ++key, values += stride) {
-    __m256 value[2 * W];
-    for (int w = 0; w < 2 * W; ++w) value[w] = _mm256_loadu_ps(values + w * LANES);
+    Floats value[W * HALVES];
+    for (int w = 0; w < W * HALVES; ++w) value[w] = load_numbers(values + w * WIDTH);
     for (int r = 0; r < R; ++r) {
-      const __m256 weight = _mm256_broadcast_ss(weights + r * TILE_KEYS + key);
-      for (int w = 0; w < 2 * W; ++w) sum[r][w] = _mm256_fmadd_ps(value[w], weight, sum[r][w]);
+      const Floats weight = all_of(weights[r * TILE_KEYS + key]);
+      for (int w = 0; w < W * HALVES; ++w) sum[r][w] = multiply_add(value[w], weight, sum[r][w]);
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int w = 0; w < 2 * W; ++w) _mm256_storeu_ps(sums + r * stride + w * LANES, sum[r][w]);
+    for (int w = 0; w < W * HALVES; ++w) store_floats(sums + r * stride + w * WIDTH, sum[r][w]);
 }
 
-// Asks for the first lines of memory that is read soon; the processor goes on by itself.
-inline void expect(const float* at) {
-  for (int line = 0; line < 8; ++line) _mm_prefetch(reinterpret_cast<const char*>(at + line * 16), _MM_HINT_T0);
+// Asks for memory that is read soon.
+inline void expect(const void* at, size_t bytes) {
+  for (size_t line = 0; line < bytes; line += 64) _mm_prefetch(static_cast<const char*>(at) + line, _MM_HINT_T0);
 }
 
-// Calls body with the number of rows as a compile-time constant, for `count` rows in groups of up to six.
+template <int R, typename Body>
+inline void last_rows(int count, int row, const Body& body) {
+  if constexpr (R > 0) {
+    if (count < R) return last_rows<R - 1>(count, row, body);
+    body(std::integral_constant<int, R>(), row);
+  }
+}
+
+// Calls body with the number of rows as a compile-time constant, for `count` rows in groups of up to ROWS.
 template <typename Body>
 inline void by_rows(int count, const Body& body) {
   int row = 0;
   for (; row + ROWS <= count; row += ROWS) body(std::integral_constant<int, ROWS>(), row);
-  switch (count - row) {
-    case 1:
-      return body(std::integral_constant<int, 1>(), row);
-    case 2:
-      return body(std::integral_constant<int, 2>(), row);
-    case 3:
-      return body(std::integral_constant<int, 3>(), row);
-    case 4:
-      return body(std::integral_constant<int, 4>(), row);
-    case 5:
-      return body(std::integral_constant<int, 5>(), row);
-  }
+  last_rows<ROWS - 1>(count - row, row, body);
 }
 
 inline void scale_line(float* line, int count, float factor) {
@@ -104,7 +90,8 @@ inline void scale_line(float* line, int count, float factor) {
   for (int i = 0; i < count; ++i) line[i] *= factor;
 }
 
-// Attention of one item. Query row r belongs to token r / group and query head r % group.
+// Attention of one item over keys and values in Numbers. Query row r belongs to token r / group and query head r % group.
+template <typename Number>
 struct Task {
   const Op& op;
   const Model& model;
@@ -131,29 +118,35 @@ struct Task {
     }
   }
 
-  const float* keys_of(int key) const { return op.keys + KVSlot(model, slot_of(key)).key(item.head); }
+  const Number* keys_of(int key) const {
+    return static_cast<const Number*>(op.keys) + KVSlot(model, slot_of(key)).key(item.head);
+  }
 
-  const float* values_of(int key) const { return op.values + KVSlot(model, slot_of(key)).value(item.head); }
+  const Number* values_of(int key) const {
+    return static_cast<const Number*>(op.values) + KVSlot(model, slot_of(key)).value(item.head);
+  }
 
   // Scores of all keys of [from, to), and of some beside them that nobody sees.
   void compute_scores(int from, int to) const {
-    const float* keys[TILE_KEYS / KEY_LANES];
+    const Number* keys[TILE_KEYS / KEY_LANES];
     int groups = 0;
     const int start = from / KEY_LANES * KEY_LANES;
     for (int key = start; key < to; key += KEY_LANES) keys[groups++] = keys_of(key);
-    if (to < end) expect(keys_of(to));
     by_rows(rows, [&](auto count, int row) {
+      constexpr int W = width_of(count);
       const float* queries = s.queries + row * dim;
       float* scores = s.scores + row * TILE_KEYS + start % TILE_KEYS;
-      int group = 0;
-      for (; width_of(count) == 2 && group + 2 <= groups; group += 2) {
-        const float* pair[2] = {keys[group], keys[group + 1]};
-        score_tile<count, width_of(count)>(queries, dim, reinterpret_cast<const float* const(&)[width_of(count)]>(pair),
-                                           scores + group * KEY_LANES);
-      }
-      for (; group < groups; ++group) {
-        const float* one[1] = {keys[group]};
-        score_tile<count, 1>(queries, dim, one, scores + group * KEY_LANES);
+      for (int group = 0; group < groups;) {
+        const int taken = group + W <= groups ? W : 1;
+        // The values of these keys come next.
+        for (int g = group; row == 0 && g < group + taken; ++g)
+          expect(values_of(start + g * KEY_LANES), KEY_LANES * padded * sizeof(Number));
+        if (taken == W) {
+          score_tile<count, W>(queries, dim, keys + group, scores + group * KEY_LANES);
+        } else {
+          score_tile<count, 1>(queries, dim, keys + group, scores + group * KEY_LANES);
+        }
+        group += taken;
       }
     });
   }
@@ -199,15 +192,17 @@ struct Task {
 
   void mix_values(int tile, int from, int to) const {
     for (int key = from; key < to;) {
-      const int next = std::min((key / model.block_size + 1) * model.block_size, to);
-      const float* values = values_of(key);
-      if (next < end) expect(values_of(next));
+      const int next = std::min((key / KEY_LANES + 1) * KEY_LANES, to);
+      const Number* values = values_of(key);
+      // The keys of the next tile come next.
+      if (key + TILE_KEYS < end) expect(keys_of((key + TILE_KEYS) / KEY_LANES * KEY_LANES), KEY_LANES * dim * sizeof(Number));
       by_rows(rows, [&](auto count, int row) {
+        constexpr int W = width_of(count);
         const float* weights = s.scores + row * TILE_KEYS + key - tile;
         float* sums = s.part + row * padded;
         int d = 0;
-        for (constexpr int step = width_of(count) * KEY_LANES; d + step <= padded; d += step)
-          mix_tile<count, width_of(count)>(weights, next - key, values + d, padded, sums + d);
+        for (; d + W * KEY_LANES <= padded; d += W * KEY_LANES)
+          mix_tile<count, W>(weights, next - key, values + d, padded, sums + d);
         for (; d < padded; d += KEY_LANES) mix_tile<count, 1>(weights, next - key, values + d, padded, sums + d);
       });
       key = next;
@@ -301,7 +296,14 @@ std::vector<AttentionItem> attention_items(const Model& model, const Step& step)
 }
 
 void attend(const Op& op, const Model& model, const Step& step, const AttentionItem& item, AttentionScratch& scratch) {
-  Task{op, model, step, item, scratch}.run();
+  switch (model.kv_format) {
+    case F32:
+      return Task<float>{op, model, step, item, scratch}.run();
+    case F16:
+      return Task<Half>{op, model, step, item, scratch}.run();
+    default:
+      return Task<BFloat>{op, model, step, item, scratch}.run();
+  }
 }
 
 }  // namespace signalbox

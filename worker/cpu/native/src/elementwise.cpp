@@ -31,7 +31,7 @@ void normalise(const float* x, const float* weight, int count, float epsilon, fl
 }
 
 // Block `block`, 32 values. A block that holds NaN or infinity gets a scale of NaN, so that no output of it is finite.
-void quantise_block(const float* x, int8_t* values, float& scale, float& sum) {
+void quantise_block(const float* x, int8_t* values, float& scale, float& sum, int32_t* halves) {
   __m256 v[4], largest = _mm256_setzero_ps(), bad = _mm256_setzero_ps();
   for (int i = 0; i < 4; ++i) {
     v[i] = _mm256_loadu_ps(x + LANES * i);
@@ -46,22 +46,34 @@ void quantise_block(const float* x, int8_t* values, float& scale, float& sum) {
     const __m256 scaled = _mm256_mul_ps(v[i], inverse);
     q[i] = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), scaled)));
   }
-  const __m256i total = _mm256_add_epi32(_mm256_add_epi32(q[0], q[1]), _mm256_add_epi32(q[2], q[3]));
-  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
-  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
-  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1));
+  const int32_t first = sum_lanes(_mm256_add_epi32(q[0], q[1])), last = sum_lanes(_mm256_add_epi32(q[2], q[3]));
+  halves[0] = -32 * first;
+  halves[1] = -32 * last;
   // Packing works within 128-bit halves; the permutation puts the groups of four back in order.
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), _mm256_permutevar8x32_epi32(bytes, order));
   scale = _mm256_movemask_ps(bad) ? std::numeric_limits<float>::quiet_NaN() : peak / 127.0f;
-  sum = scale * static_cast<float>(_mm_cvtsi128_si32(half));
+  sum = scale * static_cast<float>(first + last);
 }
 
 void quantise_blocks(const float* x, int first, int last, const Activations& out, int tokens, int token) {
   for (int block = first; block < last; ++block, x += BLOCK) {
     const size_t at = static_cast<size_t>(block) * tokens + token;
-    quantise_block(x, out.values + at * BLOCK, out.scales[at], out.sums[at]);
+    quantise_block(x, out.values + at * BLOCK, out.scales[at], out.sums[at], out.halves + 2 * at);
+  }
+}
+
+// keys: those of all KV heads, and after them the values.
+template <typename Number>
+void write_slot(const Op& op, const Model& model, const KVSlot& slot, const float* keys) {
+  const int dim = model.head_dim;
+  const float* values = keys + model.kv_heads * dim;
+  for (int head = 0; head < model.kv_heads; ++head, keys += dim, values += dim) {
+    Number* key = static_cast<Number*>(op.keys) + slot.key(head);
+    Number* value = static_cast<Number*>(op.values) + slot.value(head);
+    for (int i = 0; i < dim; ++i) store_number(keys[i], key + i * KEY_LANES);
+    for (int i = 0; i < dim; ++i) store_number(values[i], value + i);
   }
 }
 
@@ -115,11 +127,14 @@ void rope(const Op& op, const Model& model, const Step& step, int token) {
       x[i + half] = b * cosine[i] + a * sine[i];
     }
   }
-  const float *keys = line + heads * dim, *values = keys + kv_heads * dim;
-  for (int head = 0; head < kv_heads; ++head, keys += dim, values += dim) {
-    float* key = op.keys + slot.key(head);
-    for (int i = 0; i < dim; ++i) key[i * KEY_LANES] = keys[i];
-    std::copy(values, values + dim, op.values + slot.value(head));
+  const float* keys = line + heads * dim;
+  switch (model.kv_format) {
+    case F32:
+      return write_slot<float>(op, model, slot, keys);
+    case F16:
+      return write_slot<Half>(op, model, slot, keys);
+    default:
+      return write_slot<BFloat>(op, model, slot, keys);
   }
 }
 

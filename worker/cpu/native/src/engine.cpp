@@ -69,7 +69,7 @@ class Engine {
   int pieces(const Op& op, int tokens) const {
     switch (op.kind) {
       case LINEAR:
-        return std::min(num_panels(op.format, op.n), PIECES * model_.threads);
+        return std::min(num_panels(op.n), PIECES * model_.threads);
       case ATTENTION:
         return static_cast<int>(items_.size());
       case GATE:
@@ -142,7 +142,7 @@ class Engine {
   }
 
   void linear(const Op& op, int tokens, Work& work) {
-    const int64_t panels = num_panels(op.format, op.n), parts = pieces(op, tokens);
+    const int64_t panels = num_panels(op.n), parts = pieces(op, tokens);
     work.share([&](int i) {
       const int first = static_cast<int>(panels * i / parts), last = static_cast<int>(panels * (i + 1) / parts);
       if (is_quantised(op.format)) {

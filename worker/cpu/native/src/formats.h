@@ -1,11 +1,15 @@
 // Weights as they are packed for the kernels, and their sizes.
 //
-// Float formats: panels of 16 rows, [k][16], so that a vector holds one column of eight rows. A panel of BF16 keeps
-// rows 0 to 7 in the low and rows 8 to 15 in the high halves of 32-bit words.
-// Quantised formats: panels of 8 rows. First the scales [block][8] as f16, for Q4_1 then the minima likewise, then from
-// the next multiple of 64 bytes the values: [block][8 groups of 4 columns][8 rows][4 columns], one byte each (Q8_0), or
-// groups g and g + 4 as low and high halves of the same bytes (Q4_0, Q4_1).
-// Rows beyond the last are zeros.
+// Panels of 16 rows, whose bytes are read from the first to the last. Rows beyond the last are zeros.
+// Float formats: [column][16].
+// Quantised formats, for each block of 32 columns: its scales, then the values' low bits [groups of 4 columns][16 rows]
+// [4 columns], one byte each (Q8_0), or groups g and g + 4 as low and high halves of the same bytes, then the upper bits.
+//   Q8_0, Q4_0  scales f16 [16]
+//   Q4_1        scales f16 [16], minima f16 [16]
+//   Q4_K, Q5_K  scales u8 [16], minima u8 [16]; before every 8 blocks their factors f16 [16] and f16 [16].
+//               Q5_K: upper bits [16 rows][4 columns], group g in bit g
+//   Q6_K        scales i8 [16] of the first and of the last 16 columns; before every 8 blocks their factors f16 [16].
+//               Upper bits [2][16 rows][4 columns], group g in byte line g / 4 at bit 2 (g mod 4)
 #pragma once
 
 #include <cstddef>
@@ -15,46 +19,60 @@
 
 namespace signalbox {
 
-constexpr int FLOAT_PANEL = 16;
-constexpr int BLOCK_PANEL = 8;
+constexpr int PANEL = 16;
 
-inline int panel_rows(int format) { return is_quantised(format) ? BLOCK_PANEL : FLOAT_PANEL; }
+inline int num_panels(int rows) { return (rows + PANEL - 1) / PANEL; }
 
-inline int num_panels(int format, int rows) { return (rows + panel_rows(format) - 1) / panel_rows(format); }
+// Bytes of a quantised panel's parts. `head` stands once for `columns` columns, the others for every block.
+struct BlockLayout {
+  int columns, head, scales, values;
+};
 
-inline size_t scale_bytes(int format, int columns) {
-  const size_t planes = format == Q4_1 ? 2 : 1;
-  return (planes * (columns / BLOCK) * BLOCK_PANEL * 2 + 63) / 64 * 64;
-}
-
-inline size_t panel_bytes(int format, int columns) {
+constexpr BlockLayout block_layout(int format) {
   switch (format) {
-    case F32:
-      return static_cast<size_t>(columns) * FLOAT_PANEL * 4;
-    case F16:
-    case BF16:
-      return static_cast<size_t>(columns) * FLOAT_PANEL * 2;
     case Q8_0:
-      return scale_bytes(format, columns) + static_cast<size_t>(columns) * BLOCK_PANEL;
+      return {BLOCK, 0, 32, 512};
+    case Q4_0:
+      return {BLOCK, 0, 32, 256};
+    case Q4_1:
+      return {BLOCK, 0, 64, 256};
+    case Q4_K:
+      return {SUPER_BLOCK, 64, 32, 256};
+    case Q5_K:
+      return {SUPER_BLOCK, 64, 32, 256 + 64};
     default:
-      return scale_bytes(format, columns) + static_cast<size_t>(columns) * BLOCK_PANEL / 2;
+      return {SUPER_BLOCK, 32, 32, 256 + 128};
   }
 }
 
-// Bytes of one row as stored.
+inline size_t panel_bytes(int format, int columns) {
+  if (!is_quantised(format)) return static_cast<size_t>(columns) * PANEL * (format == F32 ? 4 : 2);
+  const BlockLayout layout = block_layout(format);
+  const size_t blocks = columns / BLOCK, heads = columns / layout.columns;
+  return heads * layout.head + blocks * (layout.scales + layout.values);
+}
+
+// Bytes of `columns` columns of one row as stored.
 inline size_t stored_row_bytes(int format, int columns) {
+  const size_t count = columns;
   switch (format) {
     case F32:
-      return static_cast<size_t>(columns) * 4;
+      return count * 4;
     case F16:
     case BF16:
-      return static_cast<size_t>(columns) * 2;
+      return count * 2;
     case Q8_0:
-      return static_cast<size_t>(columns) / BLOCK * 34;
+      return count / BLOCK * 34;
     case Q4_0:
-      return static_cast<size_t>(columns) / BLOCK * 18;
+      return count / BLOCK * 18;
+    case Q4_1:
+      return count / BLOCK * 20;
+    case Q4_K:
+      return count / SUPER_BLOCK * 144;
+    case Q5_K:
+      return count / SUPER_BLOCK * 176;
     default:
-      return static_cast<size_t>(columns) / BLOCK * 20;
+      return count / SUPER_BLOCK * 210;
   }
 }
 

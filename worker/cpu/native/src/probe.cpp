@@ -22,20 +22,23 @@ float read_all(const float* at, const float* end) {
   return total;
 }
 
-// Rounds of 12 independent multiply-adds of eight lanes.
+constexpr int CHAINS = 12;
+
+// Rounds of independent multiply-adds.
 float multiply_all(int64_t rounds) {
-  __m256 sums[12];
-  for (__m256& sum : sums) sum = _mm256_set1_ps(0.5f);
-  const __m256 factor = _mm256_set1_ps(0.25f);
+  Floats sums[CHAINS];
+  for (Floats& sum : sums) sum = all_of(0.5f);
+  const Floats factor = all_of(0.25f);
   for (int64_t round = 0; round < rounds; ++round) {
-    for (__m256& sum : sums) {
-      sum = _mm256_fmadd_ps(sum, factor, factor);
-      asm("" : "+x"(sum));
+    for (Floats& sum : sums) {
+      sum = multiply_add(sum, factor, factor);
+      settle(sum);
     }
   }
-  float total = 0.0f;
-  for (const __m256& sum : sums) total += sum_lanes(sum);
-  return total;
+  alignas(64) float lanes[WIDTH];
+  for (int chain = 1; chain < CHAINS; ++chain) sums[0] = add(sums[0], sums[chain]);
+  store_floats(lanes, sums[0]);
+  return lanes[0];
 }
 
 }  // namespace
@@ -48,10 +51,11 @@ void sb_probe_read(int threads, const float* data, int64_t count) {
   pool.run([&](int thread) { sink = read_all(data + count * thread / threads, data + count * (thread + 1) / threads); });
 }
 
-// Every thread does `rounds` times 192 floating-point operations.
-void sb_probe_multiply(int threads, int64_t rounds) {
+// Every thread does `rounds` rounds; the floating-point operations of one round.
+int64_t sb_probe_multiply(int threads, int64_t rounds) {
   Pool pool(threads);
   pool.run([&](int) { sink = multiply_all(rounds); });
+  return CHAINS * WIDTH * 2;
 }
 
 }  // extern "C"

@@ -1,4 +1,5 @@
-// Vectors of eight floats. Every function has one fixed order of operations, whoever calls it.
+// Vectors of eight floats, and of as many as the machine's widest register holds. Every function has one fixed order
+// of operations, whoever calls it, and at every width.
 #pragma once
 
 #include <immintrin.h>
@@ -14,6 +15,12 @@ inline float sum_lanes(__m256 v) {
   __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   half = _mm_add_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+inline int32_t sum_lanes(__m256i v) {
+  __m128i half = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  half = _mm_add_epi32(half, _mm_shuffle_epi32(half, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(half, _mm_shuffle_epi32(half, 0xB1)));
 }
 
 inline float max_lanes(__m256 v) {
@@ -54,6 +61,77 @@ inline __m256 exp8(__m256 x) {
 }
 
 inline float exp1(float x) { return _mm256_cvtss_f32(exp8(_mm256_set1_ps(x))); }
+
+// Sixteen rows or positions stand beside each other wherever order does not matter. They are worked on as HALVES
+// vectors: two of eight lanes, or with AVX-512 one of sixteen.
+#ifdef __AVX512F__
+constexpr int HALVES = 1;
+using Floats = __m512;
+using Ints = __m512i;
+inline Floats load_floats(const float* at) { return _mm512_loadu_ps(at); }
+inline void store_floats(float* at, Floats v) { _mm512_storeu_ps(at, v); }
+inline Floats all_of(float x) { return _mm512_set1_ps(x); }
+inline Floats zero_floats() { return _mm512_setzero_ps(); }
+inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
+inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
+inline Floats load_halves(const void* at) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
+}
+inline Floats load_bfloats(const void* at) {
+  const __m512i words = _mm512_cvtepu16_epi32(_mm256_loadu_si256(static_cast<const __m256i*>(at)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+}
+inline Ints widen_unsigned(const void* bytes) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(bytes)));
+}
+inline Ints widen_signed(const void* bytes) {
+  return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(bytes)));
+}
+inline Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
+inline Ints all_of(int x) { return _mm512_set1_epi32(x); }
+inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
+inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+#else
+constexpr int HALVES = 2;
+using Floats = __m256;
+using Ints = __m256i;
+inline Floats load_floats(const float* at) { return _mm256_loadu_ps(at); }
+inline void store_floats(float* at, Floats v) { _mm256_storeu_ps(at, v); }
+inline Floats all_of(float x) { return _mm256_set1_ps(x); }
+inline Floats zero_floats() { return _mm256_setzero_ps(); }
+inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
+inline Floats load_halves(const void* at) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(at))); }
+inline Floats load_bfloats(const void* at) {
+  const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(static_cast<const __m128i*>(at)));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+}
+inline Ints widen_unsigned(const void* bytes) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(bytes)));
+}
+inline Ints widen_signed(const void* bytes) {
+  return _mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(bytes)));
+}
+inline Ints load_ints(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
+inline Ints all_of(int x) { return _mm256_set1_epi32(x); }
+inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+#endif
+constexpr int WIDTH = 16 / HALVES;
+
+// Keeps the compiler from rearranging sums into trees, for which there are not enough registers.
+template <typename V>
+inline void settle(V& value) {
+#ifdef __AVX512F__
+  asm("" : "+v"(value));
+#else
+  asm("" : "+x"(value));
+#endif
+}
 
 inline float half_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
 

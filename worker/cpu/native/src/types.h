@@ -6,10 +6,12 @@
 namespace signalbox {
 
 // How weights are stored (worker/loader/tensors.py describes the bytes).
-enum Format : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3, Q4_0 = 4, Q4_1 = 5 };
+enum Format : int32_t { F32 = 0, F16 = 1, BF16 = 2, Q8_0 = 3, Q4_0 = 4, Q4_1 = 5, Q4_K = 6, Q5_K = 7, Q6_K = 8 };
 
 // Values of one quantised block, of weights and of activations.
 constexpr int BLOCK = 32;
+// Values of a super-block: the K-quants store one float scale for so many.
+constexpr int SUPER_BLOCK = 256;
 
 inline bool is_quantised(int format) { return format >= Q8_0; }
 
@@ -37,15 +39,16 @@ struct Op {
   const float* vector_2;  // key norm or null
   const float* in;
   float* out;
-  float* keys;  // this layer's KV blocks
-  float* values;
+  void* keys;  // this layer's KV blocks
+  void* values;
 };
 
 // Quantised activations: block b of token t, of T tokens, stands at index b * T + t.
 struct Activations {
   int8_t* values;  // 32 each
   float* scales;
-  float* sums;  // scale times the sum of the 32 values
+  float* sums;      // scale times the sum of the 32 values
+  int32_t* halves;  // two for each block: -32 times the sums of its first and of its last 16 values
 };
 
 struct Model {
@@ -59,6 +62,7 @@ struct Model {
   int32_t vocab;
   int32_t head_rows;  // rows of the logits buffer
   int32_t threads;
+  int32_t kv_format;  // F32, F16 or BF16
   const float* cosines;  // [positions, head_dim / 2]
   const float* sines;
   Activations activations;
