@@ -28,15 +28,22 @@ int tokens_per_item(const Model& model) { return std::max(1, QUERY_ROWS / heads_
 
 int rows_per_item(const Model& model) { return tokens_per_item(model) * heads_per_key(model); }
 
-// scores[r][16 w ..] = queries[r] · keys[w], one chain over the dimensions. keys[w]: [dim][16].
+// Asks for the line that holds `at`. One for each few products keeps memory busy all the time; many at once would hold
+// up the products until the first ones are there.
+inline void expect(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T0); }
+
+// scores[r][16 w ..] = queries[r] · keys[w], one chain over the dimensions. keys[w]: [dim][16]; as much memory is asked
+// for from next[w] on.
 template <int R, int W, typename Number>
-inline void score_tile(const float* queries, int dim, const Number* const* keys, float* scores) {
+inline void score_tile(const float* queries, int dim, const Number* const* keys, const Number* const* next,
+                       float* scores) {
   Floats sum[R][W * HALVES];
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W * HALVES; ++w) sum[r][w] = zero_floats();
   for (int d = 0; d < dim; ++d) {
     Floats key[W * HALVES];
     for (int w = 0; w < W * HALVES; ++w) key[w] = load_numbers(keys[w / HALVES] + d * KEY_LANES + w % HALVES * WIDTH);
+    for (int w = 0; w < W; ++w) expect(next[w] + d * KEY_LANES);
     for (int r = 0; r < R; ++r) {
       const Floats q = all_of(queries[r * dim + d]);
       for (int w = 0; w < W * HALVES; ++w) sum[r][w] = multiply_add(key[w], q, sum[r][w]);
@@ -46,14 +53,17 @@ inline void score_tile(const float* queries, int dim, const Number* const* keys,
     for (int w = 0; w < W * HALVES; ++w) store_floats(scores + r * TILE_KEYS + w * WIDTH, sum[r][w]);
 }
 
-// sums[r][0..16 W] += sum over keys of weights[r][key] · values[key], one chain over the keys.
+// sums[r][0..16 W] += sum over keys of weights[r][key] · values[key], one chain over the keys; as much memory is asked
+// for from `next` on.
 template <int R, int W, typename Number>
-inline void mix_tile(const float* weights, int keys, const Number* values, int stride, float* sums) {
+inline void mix_tile(const float* weights, int keys, const Number* values, const Number* next, int stride,
+                     float* sums) {
   Floats sum[R][W * HALVES];
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W * HALVES; ++w) sum[r][w] = load_floats(sums + r * stride + w * WIDTH);
-  for (int key = 0; key < keys; ++key, values += stride) {
+  for (int key = 0; key < keys; ++key, values += stride, next += stride) {
     Floats value[W * HALVES];
+    for (int w = 0; w < W; ++w) expect(next + w * KEY_LANES);
     for (int w = 0; w < W * HALVES; ++w) value[w] = load_numbers(values + w * WIDTH);
     for (int r = 0; r < R; ++r) {
       const Floats weight = all_of(weights[r * TILE_KEYS + key]);
@@ -62,11 +72,6 @@ inline void mix_tile(const float* weights, int keys, const Number* values, int s
   }
   for (int r = 0; r < R; ++r)
     for (int w = 0; w < W * HALVES; ++w) store_floats(sums + r * stride + w * WIDTH, sum[r][w]);
-}
-
-// Asks for memory that is read soon.
-inline void expect(const void* at, size_t bytes) {
-  for (size_t line = 0; line < bytes; line += 64) _mm_prefetch(static_cast<const char*>(at) + line, _MM_HINT_T0);
 }
 
 template <int R, typename Body>
@@ -128,23 +133,24 @@ struct Task {
 
   // Scores of all keys of [from, to), and of some beside them that nobody sees.
   void compute_scores(int from, int to) const {
-    const Number* keys[TILE_KEYS / KEY_LANES];
+    // The values of these keys come next.
+    const Number *keys[TILE_KEYS / KEY_LANES], *values[TILE_KEYS / KEY_LANES];
     int groups = 0;
     const int start = from / KEY_LANES * KEY_LANES;
-    for (int key = start; key < to; key += KEY_LANES) keys[groups++] = keys_of(key);
+    for (int key = start; key < to; key += KEY_LANES, ++groups) {
+      keys[groups] = keys_of(key);
+      values[groups] = values_of(key);
+    }
     by_rows(rows, [&](auto count, int row) {
       constexpr int W = width_of(count);
       const float* queries = s.queries + row * dim;
       float* scores = s.scores + row * TILE_KEYS + start % TILE_KEYS;
       for (int group = 0; group < groups;) {
         const int taken = group + W <= groups ? W : 1;
-        // The values of these keys come next.
-        for (int g = group; row == 0 && g < group + taken; ++g)
-          expect(values_of(start + g * KEY_LANES), KEY_LANES * padded * sizeof(Number));
         if (taken == W) {
-          score_tile<count, W>(queries, dim, keys + group, scores + group * KEY_LANES);
+          score_tile<count, W>(queries, dim, keys + group, values + group, scores + group * KEY_LANES);
         } else {
-          score_tile<count, 1>(queries, dim, keys + group, scores + group * KEY_LANES);
+          score_tile<count, 1>(queries, dim, keys + group, values + group, scores + group * KEY_LANES);
         }
         group += taken;
       }
@@ -194,16 +200,16 @@ struct Task {
     for (int key = from; key < to;) {
       const int next = std::min((key / KEY_LANES + 1) * KEY_LANES, to);
       const Number* values = values_of(key);
-      // The keys of the next tile come next.
-      if (key + TILE_KEYS < end) expect(keys_of((key + TILE_KEYS) / KEY_LANES * KEY_LANES), KEY_LANES * dim * sizeof(Number));
+      const int later = key / KEY_LANES * KEY_LANES + TILE_KEYS;  // among the keys of the next tile, if there is one
+      const Number* expected = later < end ? keys_of(later) : values;
       by_rows(rows, [&](auto count, int row) {
         constexpr int W = width_of(count);
         const float* weights = s.scores + row * TILE_KEYS + key - tile;
         float* sums = s.part + row * padded;
         int d = 0;
         for (; d + W * KEY_LANES <= padded; d += W * KEY_LANES)
-          mix_tile<count, W>(weights, next - key, values + d, padded, sums + d);
-        for (; d < padded; d += KEY_LANES) mix_tile<count, 1>(weights, next - key, values + d, padded, sums + d);
+          mix_tile<count, W>(weights, next - key, values + d, expected + d, padded, sums + d);
+        for (; d < padded; d += KEY_LANES) mix_tile<count, 1>(weights, next - key, values + d, expected + d, padded, sums + d);
       });
       key = next;
     }
