@@ -13,6 +13,7 @@ from worker.loader.keys import Keys, read_json
 from worker.loader.model import open_model
 from worker.loader.safetensors import INDEX_FILE, SINGLE_FILE
 
+STORED_KV = "float16"  # how a worker keeps the KV of weights that are stored in less than float32
 WITHOUT_KV = ("linear_attention", "mamba", "recurrent", "conv")  # layer types that keep a state of fixed size
 
 
@@ -48,7 +49,10 @@ def read_facts(model: str) -> ModelFacts:
         return _of_config(path / "config.json", path, model)
     files = open_model(path)
     facts = _of_config(files.config_file, None, model)
-    return replace(facts, stored_bytes=sum(entry.nbytes for entry in files.tensors.values()))
+    entries = files.tensors.values()
+    plain = all(entry.dtype == "F32" for entry in entries if len(entry.shape) == 2)
+    stored = sum(entry.nbytes for entry in entries)
+    return replace(facts, stored_bytes=stored, dtype="float32" if plain else STORED_KV)
 
 
 def _of_config(file: Path, folder: Path | None, name: str) -> ModelFacts:

@@ -98,7 +98,8 @@ class MemoryPlan:
 def make_plan(model: ModelFacts, device: Device, formats: Formats, use: Use) -> MemoryPlan:
     """The arithmetic. PlanError when the weights alone do not fit."""
     weight_format = _format("--dtype", formats.weights, model.dtype)
-    kv_format = _format("--kv-dtype", formats.kv, model.dtype)
+    wide = "float32" in (formats.weights, model.dtype) and formats.weights in ("auto", "float32")
+    kv_format = _format("--kv-dtype", formats.kv, "float32" if wide else model.dtype)
     per_token = kv_bytes_per_token(model.attention_layers, model.kv_heads, model.head_dim, BYTES[kv_format])
     weights = _weight_bytes(model, formats, weight_format)
     kv = None if weights is None else device.usable - weights

@@ -46,6 +46,13 @@ class KVDType(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class Quantization(StrEnum):
+    """How the matrices of a Hugging Face folder are kept in memory."""
+
+    NONE = "none"
+    Q8_0 = "q8_0"
+
+
 class LogFormat(StrEnum):
     """auto: console on a terminal, json otherwise."""
 
@@ -282,9 +289,10 @@ class EngineSettings(ModelSettings, BatchSettings):
 
     device: Annotated[Device, "Where the worker computes."] = Device.AUTO
     dtype: Annotated[DType, "The number format it computes in; auto, on a CPU: weights as stored."] = DType.AUTO
-    kv_dtype: Annotated[KVDType, "The number format of keys and values; auto, on a CPU: float16, or as float32 weights."] = (
-        KVDType.AUTO
-    )
+    kv_dtype: Annotated[
+        KVDType, "The number format of keys and values; auto, on a CPU: float16, or as float32 weights."
+    ] = KVDType.AUTO
+    quantization: Annotated[Quantization, "How a Hugging Face folder's matrices are kept on a CPU."] = Quantization.NONE
     block_size: Annotated[int, "Token slots in one KV block, a power of two.", Bounds(1, 1024)] = 16
     kv_cache_memory: Annotated[ByteSize, "Memory for the KV blocks of one worker: 512MiB, 2GiB or bytes.", POSITIVE] = (
         DEFAULT_KV_CACHE

@@ -97,9 +97,9 @@ def find_model(model: str, progress: Progress) -> Path:
 
 def build_engine(progress: Progress) -> None:
     """Compile the CPU engine when that was never done. Where it cannot be, the workers run torch and say why."""
-    if native.built() is None:
-        progress.update("compiling the CPU engine, once")
-        with suppress(NativeUnavailable):
+    with suppress(NativeUnavailable):
+        if native.built() is None:
+            progress.update("compiling the CPU engine, once")
             native.library()
 
 

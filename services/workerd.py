@@ -170,6 +170,7 @@ def load(settings: WorkerSettings) -> PlanRunner:
             device=settings.device.value,
             dtype=settings.dtype.value,
             kv_dtype=settings.kv_dtype.value,
+            quantization=settings.quantization.value,
             block_size=settings.block_size,
             kv_cache_memory=settings.kv_cache_memory,
             max_rows=settings.max_num_seqs,

@@ -10,6 +10,7 @@ from worker.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("none", "q8_0")
 # Bytes of one number of the KV blocks.
 KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -27,6 +28,8 @@ class WorkerConfig:
     activations in float32."""
     kv_dtype: str = "auto"
     """Number format of the KV blocks: auto, float32, float16 or bfloat16; the engine knows what auto is."""
+    quantization: str = "none"
+    """How a Hugging Face folder's matrices are kept: none, as stored, or q8_0."""
     block_size: int = 16
     """Token slots in one KV block."""
     kv_cache_memory: int = 512 * 2**20
@@ -47,6 +50,12 @@ class WorkerConfig:
             raise ConfigError("--device cuda is not available in this version: use --device cpu")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}, is {self.quantization!r}")
+        if self.quantization != "none" and self.dtype != "auto":
+            raise ConfigError(f"--quantization {self.quantization} needs --dtype auto, which is {self.dtype}")
+        if self.quantization != "none" and self.model.is_file():
+            raise ConfigError(f"--quantization is for a Hugging Face folder: {self.model} is used as it is stored")
         if self.kv_dtype not in ("auto", *KV_BYTES):
             raise ConfigError(f"--kv-dtype must be one of auto, {', '.join(KV_BYTES)}, is {self.kv_dtype!r}")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):

@@ -114,5 +114,12 @@ class Runner:
     def _fingerprint(self) -> str:
         """Workers with equal fingerprints compute the same from the same blocks."""
         config, engine = self.config, type(self.executor).__name__
-        facts = (self.files.fingerprint, engine, config.dtype, self.executor.kv_dtype, config.block_size)
+        facts = (
+            self.files.fingerprint,
+            engine,
+            config.dtype,
+            config.quantization,
+            self.executor.kv_dtype,
+            config.block_size,
+        )
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]

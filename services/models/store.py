@@ -11,6 +11,7 @@ from typing import Any
 from services.models.catalogue import CATALOGUE, DEFAULT_MODEL, Published
 from services.models.export import export
 from services.models.fetch import Progress, fetch, silent
+from worker.cpu.native.availability import describe
 from worker.loader.cache import home, locked, sha256_of
 from worker.loader.errors import ModelError
 from worker.loader.model import open_model
@@ -115,6 +116,7 @@ def info(path: Path | str) -> dict[str, Any]:
         "rope": config.rope.type,
         "tied_embeddings": config.tie_word_embeddings,
         "kv_bytes_per_token_float32": config.kv_bytes_per_token(4),
+        "cpu_engine": describe(),
         "eos_token_ids": list(model.generation.eos_token_ids),
         "chat_template": model.chat_template is not None,
         "fingerprint": model.fingerprint,

@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.support import super_blocks
+from worker.loader.super_blocks import SUPER_BLOCKS
+
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, LAYERS, VOCAB = 64, 96, 4, 2, 16, 2, 300
 
 _NAMES = {
@@ -112,7 +115,10 @@ def write_gguf(
         heads = {"q_proj": HEADS, "k_proj": KV_HEADS}.get(name.split(".")[-2])
         stored = interleave(value, heads) if heads and architecture == "llama" else value
         kind = GGMLQuantizationType[dtype if value.ndim == 2 else "F32"]
-        data = stored if kind.name == "F32" else quants.quantize(stored, kind)
+        if kind.name in SUPER_BLOCKS:
+            data = super_blocks.quantise(stored, kind.name)
+        else:
+            data = stored if kind.name == "F32" else quants.quantize(stored, kind)
         writer.add_tensor(_gguf_name(name), np.ascontiguousarray(data), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -14,6 +14,9 @@ import torch
 from proto.messages import FinishReason, Join, NewBlocks, SamplingParams, StepPlan, StepResult, Task, int32
 from worker.runner import Runner
 
+# Not a number, where NumPy moves bfloat16 as words.
+BFLOAT16_NAN = 0x7FC0
+
 
 @dataclass
 class Entry:
@@ -135,7 +138,9 @@ class Driver:
         self.free.extend(blocks)
 
     def poison(self, blocks: list[int]) -> None:
-        self.runner.executor.cache.blocks[:, torch.tensor(blocks, dtype=torch.long)] = torch.nan
+        pool = self.runner.executor.cache.blocks
+        nan = BFLOAT16_NAN if pool.dtype == np.uint16 else torch.nan
+        pool[:, torch.tensor(blocks, dtype=torch.long)] = nan
 
     def _join(self, sequence: Sequence) -> Join:
         return Join(

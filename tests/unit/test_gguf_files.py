@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support import super_blocks
 from tests.support.gguf_files import interleave, small_tensors, write_gguf
 from worker.loader import gguf as loader
 from worker.loader.errors import ModelError
 from worker.loader.model import ModelFiles, open_model
 from worker.loader.rope import RopeConfig
-from worker.loader.tensors import dequantize
+from worker.loader.super_blocks import SUPER_BLOCKS
+from worker.loader.tensors import dequantize, quantise_q8_0
 
 
 @pytest.fixture(autouse=True)
@@ -143,6 +145,25 @@ def test_refused_tensors(tmp_path: Path) -> None:
     assert "token_embd.weight has type Q5_0, which is not supported" in fault(file)
     extra = tensors | {"model.layers.0.self_attn.sinks": np.ones(4, np.float32)}
     assert "blk.0.attn_sinks" in fault(write_gguf(tmp_path / "extra.gguf", "llama", extra))
+
+
+def test_q8_0_is_that_of_the_gguf_package() -> None:
+    from gguf import GGMLQuantizationType, quants
+
+    values = np.random.default_rng(0).standard_normal((6, 512)).astype(np.float32)
+    values[2, 32:64] = 0
+    assert np.array_equal(quantise_q8_0(values), quants.quantize(values, GGMLQuantizationType.Q8_0))
+
+
+@pytest.mark.parametrize("kind", SUPER_BLOCKS)
+def test_super_blocks_are_those_of_the_gguf_package(kind: str) -> None:
+    from gguf import GGMLQuantizationType, quants
+
+    values = np.random.default_rng(0).standard_normal((6, 512)).astype(np.float32)
+    stored = super_blocks.quantise(values, kind)
+    found = SUPER_BLOCKS[kind](stored.reshape(-1, stored.shape[1] // 2))
+    assert np.array_equal(found.reshape(values.shape), quants.dequantize(stored, GGMLQuantizationType[kind]))
+    assert np.abs(found.reshape(values.shape) - values).max() < 0.35
 
 
 def test_damaged_files(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from worker.cpu.native.build import VARIABLE, levels
 from worker.cpu.native.records import Flag, Kind, Model, Op, address
 from worker.cpu.native.step import CapturedStep
 
-
 # A bfloat16 that is not a number.
 NAN_BITS = 0x7FC0
 

@@ -130,11 +130,11 @@ def test_served_length_is_bounded_by_the_pool(tmp_path: Path) -> None:
 @pytest.mark.parametrize("permute_heads", [None, 4])
 @pytest.mark.parametrize("kind", UNITS)
 def test_tensors_are_read_as_the_loader_reads_them(tmp_path: Path, kind: str, permute_heads: int | None) -> None:
-    rows, columns = 16, 64
+    rows, columns = 16, 256
     values, size = UNITS[kind]
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 256, rows * columns // values * size, np.uint8).reshape(-1, size)
-    for at in {"F32": (2,), "F16": (0,), "BF16": (0,), "Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2)}[kind]:
+    for at in {"F32": (2,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
         # A float whose exponent is neither all ones nor all zeros.
         stored[:, at + 1] = 0x3C
     file = tmp_path / "tensors"

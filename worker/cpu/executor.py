@@ -37,13 +37,15 @@ class CpuExecutor:
 
     @classmethod
     def load(cls, config: WorkerConfig, files: ModelFiles) -> CpuExecutor:
-        """Reads the weights and sets torch's number of threads, which is one for the process. ConfigError for KV in
-        another number format than the rest."""
+        """Reads the weights and sets torch's number of threads, which is one for the process. ConfigError for what
+        only the native engine serves."""
         if config.kv_dtype not in ("auto", config.resolved_dtype):
             raise ConfigError(
                 f"--kv-dtype {config.kv_dtype} needs the native engine: the torch engine keeps KV in its --dtype, "
                 f"{config.resolved_dtype}"
             )
+        if config.quantization != "none":
+            raise ConfigError(f"--quantization {config.quantization} needs the native engine (docs/cpu-engine.md)")
         num_blocks = config.num_blocks(files.config.kv_bytes_per_token(KV_BYTES[config.resolved_dtype]))
         torch.set_num_threads(config.resolved_threads)
         model, dtype = files.config, getattr(torch, config.resolved_dtype)

@@ -47,7 +47,7 @@ def q4_k(blocks: Bytes) -> Floats:
 def q5_k(blocks: Bytes) -> Floats:
     """uint8 [B, 176] -> float32 [B, 256]."""
     fifth = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
-    return _with_minima(blocks, _pairs(blocks[:, 48:]) | fifth << 4)
+    return _with_minima(blocks, _pairs(blocks[:, 48:]) | (fifth << 4).astype(np.uint8))
 
 
 def q6_k(blocks: Bytes) -> Floats:
@@ -57,7 +57,8 @@ def q6_k(blocks: Bytes) -> Floats:
     upper = (high >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]) & 3
     codes = (nibbles | upper << 4).astype(np.float32).reshape(-1, 16, 16) - 32
     scales = _half(blocks, 208) * np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return (codes * scales[:, :, None]).reshape(-1, 256)
+    values: Floats = codes * scales[:, :, None]
+    return values.reshape(-1, 256)
 
 
 SUPER_BLOCKS: dict[str, Callable[[Bytes], Floats]] = {"Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k}

@@ -90,16 +90,32 @@ def as_float32(entry: TensorEntry) -> NDArray[np.float32]:
 
 def dequantize(entry: TensorEntry) -> NDArray[np.float32]:
     """The tensor's values in Hugging Face row order: float32 [shape], always a fresh array."""
-    stored = np.ascontiguousarray(entry.rows())
-    if entry.dtype == "F32":
-        values = stored.view(np.float32).copy()
-    elif entry.dtype == "F16":
-        values = stored.view(np.float16).astype(np.float32)
-    elif entry.dtype == "BF16":
-        values = (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = _dequantize_blocks(entry.dtype, stored.reshape(-1, UNITS[entry.dtype][1]))
-    return values.reshape(entry.shape)
+    return decode_rows(entry.dtype, entry.rows()).reshape(entry.shape)
+
+
+def decode_rows(dtype: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Stored rows, uint8 [n, bytes per row], to fresh float32 [n, values per row]."""
+    stored = np.ascontiguousarray(rows)
+    if dtype == "F32":
+        return stored.view(np.float32).copy()
+    if dtype == "F16":
+        return stored.view(np.float16).astype(np.float32)
+    if dtype == "BF16":
+        return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return _dequantize_blocks(dtype, stored.reshape(-1, UNITS[dtype][1])).reshape(len(rows), -1)
+
+
+def quantise_q8_0(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """float32 [n, columns], columns a multiple of 32 -> stored rows of Q8_0, uint8 [n, columns / 32 * 34].
+
+    Each block's largest value becomes 127 or -127, as in ggml.
+    """
+    blocks = values.reshape(-1, 32)
+    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale > 0)
+    codes = np.rint(blocks * inverse).astype(np.int8)
+    stored = np.concatenate((scale.astype(np.float16).view(np.uint8), codes.view(np.uint8)), axis=1)
+    return stored.reshape(len(values), -1)
 
 
 def _dequantize_blocks(dtype: str, blocks: NDArray[np.uint8]) -> NDArray[np.float32]:

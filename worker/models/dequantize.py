@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker.loader.tensors import UNITS, TensorEntry, as_float32
+from worker.loader.super_blocks import SUPER_BLOCKS
+from worker.loader.tensors import UNITS, TensorEntry, as_float32, dequantize
 
 
 def read(entry: TensorEntry, dtype: torch.dtype) -> Tensor:
@@ -31,6 +32,9 @@ def stack(entries: Sequence[TensorEntry], dtype: torch.dtype) -> Tensor:
 
 
 def _read_into(out: Tensor, entry: TensorEntry) -> None:
+    if entry.dtype in SUPER_BLOCKS:
+        out.copy_(torch.from_numpy(dequantize(entry)))
+        return
     stored = torch.from_numpy(np.ascontiguousarray(entry.rows())).view(-1)
     values, size = UNITS[entry.dtype]
     if values == 1:

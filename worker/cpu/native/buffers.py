@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,11 @@ from worker.loader.config import ModelConfig
 
 # How KV is kept, by the name of --kv-dtype: the format's record, and what NumPy moves its numbers as.
 KV_FORMATS = {"float32": Format.F32, "float16": Format.F16, "bfloat16": Format.BF16}
-KV_NUMBERS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
+KV_NUMBERS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(np.uint16),
+}
 # Most rows whose logits are held at once; a step with more takes several rounds of the head part.
 HEAD_ROWS = 64
 

@@ -1,6 +1,6 @@
 """Builds the native library with the machine's C++ compiler, once for each version of sources, flags and compiler.
 
-`python -m worker.cpu.native.build` builds it for every level into the package, for images whose machines have no compiler.
+`python -m worker.cpu.native.build` builds every level into the package, for images whose machines have no compiler.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ LEVELS = {
 }
 # The name of one of them; for tests and for tracking down a difference.
 VARIABLE = "SIGNALBOX_CPU_LEVEL"
+NO_COMPILER = "no C++ compiler was found: install g++, or name one in CXX"
 # Contraction of products and sums is ours to choose: the kernels' results must not depend on the compiler's taste.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-pthread", "-ffp-contract=off")
 
@@ -66,8 +67,13 @@ def library() -> Path:
         return found
     compiler = _compiler()
     if compiler is None:
-        raise NativeUnavailable("no C++ compiler was found: install g++, or name one in CXX")
+        raise NativeUnavailable(NO_COMPILER)
     return build(compiler, _cache(), level())
+
+
+def can_have_library() -> bool:
+    """True where a library is built or can be."""
+    return _compiler() is not None or built() is not None
 
 
 def built() -> Path | None:
@@ -152,6 +158,6 @@ def _compiler_key(compiler: str) -> str:
 if __name__ == "__main__":
     found = _compiler()
     if found is None:
-        sys.exit("no C++ compiler was found: install g++, or name one in CXX")
+        sys.exit(NO_COMPILER)
     for name in LEVELS:
         print(build(found, PREBUILT, name))

@@ -7,13 +7,11 @@ import os
 import structlog
 
 from worker.config import WorkerConfig
+from worker.cpu.native.availability import VARIABLE
 from worker.cpu.native.errors import NativeUnavailable
 from worker.errors import ConfigError
 from worker.executor import Executor
 from worker.loader.model import ModelFiles
-
-# auto, native or torch; for tests and for tracking down a difference.
-VARIABLE = "SIGNALBOX_CPU_ENGINE"
 
 log = structlog.get_logger()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from proto.messages import Int32
 from worker.config import KV_BYTES, WorkerConfig
-from worker.cpu.native.build import level
 from worker.cpu.native.buffers import KV_FORMATS, Buffers, KVBlocks, RopeTables
+from worker.cpu.native.build import level
 from worker.cpu.native.errors import NativeUnavailable
 from worker.cpu.native.program import Recorder
 from worker.cpu.native.records import KEY_LANES, Format, Model, address, native
@@ -26,9 +26,7 @@ class NativeExecutor:
         self.num_blocks = config.num_blocks(model.kv_bytes_per_token(KV_BYTES[self.kv_dtype]))
         self.weights = weights
         self.formats = sorted({matrix.format.name for matrix in weights.matrices.values()})
-        self.cache = KVBlocks(
-            model, num_blocks=self.num_blocks, block_size=config.block_size, number=self.kv_dtype
-        )
+        self.cache = KVBlocks(model, num_blocks=self.num_blocks, block_size=config.block_size, number=self.kv_dtype)
         self.buffers = Buffers(
             model,
             tokens=config.max_step_tokens,
@@ -63,7 +61,7 @@ class NativeExecutor:
         """Builds the library if need be and reads the weights. NativeUnavailable says why it cannot be used."""
         check_settings(config)
         native()
-        weights = load_weights(files, expand=config.dtype == "float32", threads=config.resolved_threads)
+        weights = load_weights(files, matrix_format(config), threads=config.resolved_threads)
         return cls(config, files, weights)
 
     @property
@@ -79,6 +77,13 @@ class NativeExecutor:
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One forward pass, then sampling."""
         return self.step.launch(inputs)
+
+
+def matrix_format(config: WorkerConfig) -> Format | None:
+    """What all matrices become; None: they stay as stored."""
+    if config.dtype == "float32":
+        return Format.F32
+    return Format.Q8_0 if config.quantization == "q8_0" else None
 
 
 def auto_kv_dtype(weights: Weights) -> str:

@@ -14,6 +14,8 @@ from worker.cpu.native.build import library
 
 BLOCK = 32
 """Values of one quantised block."""
+PANEL = 16
+"""Rows that stand beside each other in packed weights."""
 KEY_LANES = 16
 """Positions that stand beside each other in the KV blocks' keys."""
 

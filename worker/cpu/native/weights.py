@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 
 from proto.messages import Float32
 from worker.cpu.native.buffers import large_pages
-from worker.cpu.native.records import Format, address, native
+from worker.cpu.native.records import PANEL, Format, address, native
+from worker.errors import ConfigError
 from worker.loader.cache import cache_folder, locked
 from worker.loader.errors import ModelError
 from worker.loader.model import ModelFiles
-from worker.loader.tensors import TensorEntry, as_float32, dequantize
+from worker.loader.tensors import UNITS, TensorEntry, as_float32, decode_rows, quantise_q8_0
 
 # Rises when the layout of panels changes.
 PACKING = 2
@@ -31,6 +32,8 @@ KEPT_FROM = 16 * 2**20
 # Up to this size the file is read into large pages, which the kernels stream from a fifth faster than from the map.
 COPIED_UP_TO = 2 * 2**30
 ALIGNMENT = 64
+# Rows that are converted together, whole panels, so that a large matrix never stands in memory as float32.
+ROWS_AT_ONCE = 4096
 
 Bytes = NDArray[np.uint8]
 
@@ -55,12 +58,12 @@ class Weights:
     embedding_format: Format
 
 
-def load_weights(files: ModelFiles, *, expand: bool, threads: int) -> Weights:
-    """Packs the model's matrices or maps what an earlier start left; `expand`: to float32, whatever is stored."""
+def load_weights(files: ModelFiles, kind: Format | None, *, threads: int) -> Weights:
+    """Packs the model's matrices or maps what an earlier start left; `kind`: to F32 or Q8_0, whatever is stored."""
     embedding = files.tensors["model.embed_tokens.weight"]
     matrices = [entry for entry in _linear_entries(files) if len(entry.shape) == 2]
-    layout = _Layout(matrices, expand)
-    panels = _panels(files, layout, expand, threads)
+    layout = _Layout(matrices, kind)
+    panels = _panels(files, layout, threads)
     return Weights(
         matrices={entry.name: layout.matrix(entry, panels) for entry in matrices},
         vectors={
@@ -83,17 +86,22 @@ def _linear_entries(files: ModelFiles) -> Iterator[TensorEntry]:
 class _Layout:
     """Where each matrix's panels lie in one run of bytes."""
 
-    def __init__(self, entries: Sequence[TensorEntry], expand: bool) -> None:
-        self.expand = expand
+    def __init__(self, entries: Sequence[TensorEntry], kind: Format | None) -> None:
+        self.kind = kind
         self.entries = entries
         self.offsets: dict[str, int] = {}
         self.size = 0
         for entry in entries:
+            if self.format(entry).quantised and entry.shape[1] % (values := UNITS[self.format(entry).name][0]):
+                raise ConfigError(
+                    f"--quantization q8_0 needs rows of a multiple of {values} values: {entry.name} has "
+                    f"{entry.shape[1]}: use --quantization none"
+                )
             self.offsets[entry.name] = self.size
             self.size += -(-self.packed_bytes(entry) // ALIGNMENT) * ALIGNMENT
 
     def format(self, entry: TensorEntry) -> Format:
-        return Format.F32 if self.expand else Format[entry.dtype]
+        return Format[entry.dtype] if self.kind is None else self.kind
 
     def packed_bytes(self, entry: TensorEntry) -> int:
         return int(native().sb_packed_bytes(self.format(entry), *entry.shape))
@@ -104,9 +112,18 @@ class _Layout:
         return Matrix(format=self.format(entry), n=entry.shape[0], k=entry.shape[1], panels=part)
 
     def pack(self, entry: TensorEntry, panels: Bytes) -> None:
-        rows = dequantize(entry) if self.expand else np.ascontiguousarray(entry.rows())
-        target = self.matrix(entry, panels)
-        native().sb_pack(target.format, address(rows), target.n, target.k, address(target.panels))
+        target, rows = self.matrix(entry, panels), entry.rows()
+        panel = len(target.panels) // -(-target.n // PANEL)
+        for first in range(0, target.n, ROWS_AT_ONCE):
+            part = self._converted(entry, rows[first : first + ROWS_AT_ONCE])
+            to = address(target.panels, first // PANEL * panel)
+            native().sb_pack(target.format, address(part), len(part), target.k, to)
+
+    def _converted(self, entry: TensorEntry, rows: Bytes) -> NDArray[np.generic]:
+        if self.kind is None or self.kind.name == entry.dtype:
+            return np.ascontiguousarray(rows)
+        values = decode_rows(entry.dtype, rows)
+        return quantise_q8_0(values) if self.kind == Format.Q8_0 else values
 
     def pack_all(self, panels: Bytes, threads: int) -> None:
         with ThreadPoolExecutor(threads) as pool:
@@ -114,12 +131,12 @@ class _Layout:
                 pass
 
 
-def _panels(files: ModelFiles, layout: _Layout, expand: bool, threads: int) -> Bytes:
-    if expand or layout.size < KEPT_FROM:
+def _panels(files: ModelFiles, layout: _Layout, threads: int) -> Bytes:
+    if layout.kind == Format.F32 or layout.size < KEPT_FROM:
         panels = _zeros(layout.size)
         layout.pack_all(panels, threads)
         return panels
-    key = hashlib.sha256(f"{files.fingerprint} {PACKING}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{files.fingerprint} {PACKING} {layout.kind and layout.kind.name}".encode()).hexdigest()[:32]
     file = cache_folder() / "packed" / f"{key}.bin"
     if file.exists() and file.stat().st_size == layout.size:
         return _read(file, layout.size)
