@@ -219,7 +219,7 @@ def test_a_folder_is_quantised_at_load(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("SIGNALBOX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(build, "PREBUILT", build.library().parents[2])
     monkeypatch.setattr(packing, "KEPT_FROM", 0)
-    model = checkpoint(tmp_path / "model", "qwen2", hidden_size=96, intermediate_size=160)
+    model = checkpoint(tmp_path / "model", "qwen2", hidden_size=96, head_dim=16, intermediate_size=160)
 
     def values(**settings: Any) -> list[float]:
         runner = load("native", model, monkeypatch, **settings)
@@ -239,7 +239,7 @@ def test_a_folder_is_quantised_at_load(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ({"quantization": "q2"}, "--quantization must be one of none, q8_0, is 'q2'"),
         ({"quantization": "q8_0", "dtype": "float32"}, "--quantization q8_0 needs --dtype auto, which is float32"),
-        ({"quantization": "q8_0"}, r"needs rows of a multiple of 32 values: model\.layers\.0\..*_proj\.weight has 48"),
+        ({"quantization": "q8_0"}, r"needs rows of a multiple of 32 values: model\.layers\.0\..*_proj\.weight has 80"),
     ],
 )
 def test_refused_quantization(
