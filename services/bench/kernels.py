@@ -1,8 +1,8 @@
 """`bench kernels`: how near the native CPU engine's linear kernels come to this machine's limits.
 
-The limit of one map is the longer of two times: its weights read once at the memory's read bandwidth, its
-multiply-adds at the float32 multiply rate. Formats of integers may pass the second one: their products need fewer
-instructions. Every figure is the best of several runs, since other processes only ever take time away.
+The limit of one map is the longer of two times: its weights read once at the memory's read bandwidth, and its
+multiply-adds at the rate of float32 ones, or for quantised weights at that of products of bytes. Every figure is the
+best of several runs, since other processes only ever take time away.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from worker.cpu.native.errors import NativeUnavailable
 from worker.cpu.native.records import Format
-from worker.cpu.native.trial import LinearTrial, multiply, read_memory
+from worker.cpu.native.trial import LinearTrial, multiply, multiply_bytes, read_memory
 from worker.loader.tensors import UNITS
 
 TOKENS = (1, 4, 16, 64, 512)
@@ -34,11 +34,13 @@ RUNS = 7
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """bandwidth: bytes read per second; multiply_rate: float32 operations per second; threads: cores in use."""
+    """bandwidth: bytes read per second; multiply_rate: float32 operations per second; byte_rate: the same of
+    products of bytes; threads: cores in use."""
 
     threads: int
     bandwidth: float
     multiply_rate: float
+    byte_rate: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +59,13 @@ def measure_limits(threads: int) -> Limits:
     """What the memory and the multipliers give at best."""
     data = np.ones(READ_BYTES // 4, np.float32)
     reading = best(lambda: read_memory(data, threads))
-    operations = multiply(1, threads) * ROUNDS
     multiplying = best(lambda: multiply(ROUNDS, threads))
+    bytes_multiplying = best(lambda: multiply_bytes(ROUNDS, threads))
     return Limits(
         threads=threads,
         bandwidth=READ_BYTES / reading,
-        multiply_rate=operations / multiplying,
+        multiply_rate=multiply(1, threads) * ROUNDS / multiplying,
+        byte_rate=multiply_bytes(1, threads) * ROUNDS / bytes_multiplying,
     )
 
 
@@ -81,7 +84,8 @@ def measure_kernel(kind: Format, tokens: int, limits: Limits) -> KernelResult:
     seconds = best(trial)
     trial.close()
     flops = 2 * rows * COLUMNS * tokens
-    limit = max(trial.weight_bytes / limits.bandwidth, flops / limits.multiply_rate)
+    rate = limits.byte_rate if kind.quantised else limits.multiply_rate
+    limit = max(trial.weight_bytes / limits.bandwidth, flops / rate)
     return KernelResult(
         format=kind.name,
         tokens=tokens,
@@ -114,7 +118,7 @@ def main(json: bool) -> None:
         return
     print(
         f"{limits.threads} threads: memory reads {limits.bandwidth / 1e9:.1f} GB/s, "
-        f"float32 multiply-adds {limits.multiply_rate / 1e9:.0f} GFLOP/s"
+        f"multiply-adds: float32 {limits.multiply_rate / 1e9:.0f} GFLOP/s, bytes {limits.byte_rate / 1e9:.0f} GOP/s"
     )
     print(f"{'weights':8} {'tokens':>6} {'ms':>9} {'GB/s':>7} {'GFLOP/s':>8} {'of the limit':>13}")
     for found in measure_kernels(limits):

@@ -31,7 +31,8 @@ def test_json_holds_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     limits = found["limits"]
     for line in found["kernels"]:
-        flop_share = line["flops_per_second"] / limits["multiply_rate"]
+        rate = limits["byte_rate" if Format[line["format"]].quantised else "multiply_rate"]
+        flop_share = line["flops_per_second"] / rate
         byte_share = line["bytes_per_second"] / limits["bandwidth"]
         assert line["share"] == pytest.approx(max(flop_share, byte_share))
 

@@ -180,6 +180,7 @@ def _loaded(file: str) -> ctypes.CDLL:
         ("sb_pack", None, (c_int32, c_void_p, c_int32, c_int32, c_void_p)),
         ("sb_probe_read", None, (c_int32, c_void_p, c_int64)),
         ("sb_probe_multiply", c_int64, (c_int32, c_int64)),
+        ("sb_probe_dot", c_int64, (c_int32, c_int64)),
     ):
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

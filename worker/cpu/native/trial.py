@@ -23,6 +23,11 @@ def multiply(rounds: int, threads: int) -> int:
     return int(native().sb_probe_multiply(threads, rounds)) * rounds * threads
 
 
+def multiply_bytes(rounds: int, threads: int) -> int:
+    """Sums of products of bytes on every thread; how many operations all of them did, two for each product."""
+    return int(native().sb_probe_dot(threads, rounds)) * rounds * threads
+
+
 class LinearTrial:
     """One linear map of `tokens` tokens; each call computes it. weight_bytes: what a call reads."""
 

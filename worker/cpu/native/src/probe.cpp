@@ -26,19 +26,47 @@ constexpr int CHAINS = 12;
 
 // Rounds of independent multiply-adds.
 float multiply_all(int64_t rounds) {
-  Floats sums[CHAINS];
-  for (Floats& sum : sums) sum = all_of(0.5f);
   const Floats factor = all_of(0.25f);
+  Floats sums[CHAINS];
+#pragma GCC unroll 12
+  for (int chain = 0; chain < CHAINS; ++chain) sums[chain] = all_of(0.5f);
   for (int64_t round = 0; round < rounds; ++round) {
-    for (Floats& sum : sums) {
-      sum = multiply_add(sum, factor, factor);
-      settle(sum);
+#pragma GCC unroll 12
+    for (int chain = 0; chain < CHAINS; ++chain) {
+      sums[chain] = multiply_add(sums[chain], factor, factor);
+      settle(sums[chain]);
     }
   }
   alignas(64) float lanes[WIDTH];
+#pragma GCC unroll 12
   for (int chain = 1; chain < CHAINS; ++chain) sums[0] = add(sums[0], sums[chain]);
   store_floats(lanes, sums[0]);
   return lanes[0];
+}
+
+// Rounds of independent sums of four products of bytes, as src/dot.h does them for weights of 8 bits.
+int32_t dot_all(int64_t rounds) {
+  Ints codes = all_of(0x01020304), values = all_of(0x04030201);
+  Ints sums[CHAINS];
+#pragma GCC unroll 12
+  for (int chain = 0; chain < CHAINS; ++chain) sums[chain] = all_of(chain);
+  for (int64_t round = 0; round < rounds; ++round) {
+#pragma GCC unroll 12
+    for (int chain = 0; chain < CHAINS; ++chain) {
+      settle(codes);  // so that nothing is computed once for all rounds
+#ifdef __AVX512F__
+      sums[chain] = _mm512_dpbusd_epi32(sums[chain], codes, values);
+#else
+      sums[chain] = add(sums[chain], _mm256_madd_epi16(_mm256_maddubs_epi16(codes, values), _mm256_set1_epi16(1)));
+#endif
+      settle(sums[chain]);
+    }
+  }
+  alignas(64) float lanes[WIDTH];
+#pragma GCC unroll 12
+  for (int chain = 1; chain < CHAINS; ++chain) sums[0] = add(sums[0], sums[chain]);
+  store_floats(lanes, to_floats(sums[0]));
+  return static_cast<int32_t>(lanes[0]);
 }
 
 }  // namespace
@@ -56,6 +84,13 @@ int64_t sb_probe_multiply(int threads, int64_t rounds) {
   Pool pool(threads);
   pool.run([&](int) { sink = multiply_all(rounds); });
   return CHAINS * WIDTH * 2;
+}
+
+// Likewise with sums of products of bytes.
+int64_t sb_probe_dot(int threads, int64_t rounds) {
+  Pool pool(threads);
+  pool.run([&](int) { sink = static_cast<float>(dot_all(rounds)); });
+  return CHAINS * WIDTH * 4 * 2;
 }
 
 }  // extern "C"
