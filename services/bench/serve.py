@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-from rich.console import Console
 
 from services.bench import serve_report, serve_sweep
 from services.bench.peers.side import Place, Side
@@ -133,7 +132,7 @@ def tell(bench: ServeBench, results: Results, sides: Sequence[Side], facts: dict
         document = serve_report.as_json(results, sides, bench.table, facts)
         bench.json_file.write_text(json_module.dumps(document, indent=1) + "\n")
     if results.runs or results.starts or results.failed:
-        serve_report.show(Console(), results, sides, bench.table, facts)
+        serve_report.show(serve_report.wide_console(), results, sides, bench.table, facts)
 
 
 def choose_sides(bench: ServeBench, place: Place, progress: Progress) -> list[Side]:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from services.bench.peers.side import Side
-from services.bench.serve_measures import DEFINITIONS, NOTES, Figures
+from services.bench.serve_measures import DEFINITIONS, NOTES, Figures, Spread
 from services.bench.serve_run import Results
 from services.bench.serve_workloads import READY, Workload
 
@@ -105,6 +107,11 @@ def as_json(
     }
 
 
+def wide_console() -> Console:
+    """Standard output, wide enough for the tables where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=180)
+
+
 def show(
     console: Console,
     results: Results,
@@ -112,85 +119,111 @@ def show(
     workloads: Sequence[Workload],
     facts: dict[str, Any],
 ) -> None:
-    """Print the definitions, one table for each workload, and the ratios."""
+    """Print the definitions, one table for each workload, a summary, and all that went wrong. Tables are Markdown."""
     known = facts["machine"]
     console.print(f"{known['cores']} cores of {known['cpu']}, load {known['load_before']:.1f} before the run")
+    for side in sides:
+        console.print(f"  {side.name}: {side.title}, {side.version()}", highlight=False)
     for name, text in DEFINITIONS.items():
-        console.print(f"  [bold]{name}[/bold]: {text}.")
+        console.print(f"  [bold]{name}[/bold]: {text}.", highlight=False)
     for note in NOTES:
-        console.print(f"  {note}")
+        console.print(f"  {note}", highlight=False)
     found = ratios(results, sides, workloads)
     for workload in workloads:
         console.print(_workload_table(results, sides, workload, found))
     if results.starts:
         console.print(_ready_table(results, sides, found))
+    console.print(_summary(results, sides, workloads, found))
     for name, reason in results.failed.items():
-        console.print(f"[bold red]{name} could not be started[/bold red]: {reason}", highlight=False)
+        console.print(f"INVALID {name} is left out: {reason}", highlight=False, style="bold red", markup=False)
     for text in results.skipped:
-        console.print(text, highlight=False)
+        console.print(text, highlight=False, markup=False)
     for run in results.runs:
         if run.problem:
-            console.print(
-                f"[bold red]INVALID[/bold red] {run.workload}, {run.side}, round {run.round + 1}: {run.problem}",
-                highlight=False,
-            )
+            text = f"INVALID {run.workload}, {run.side}, round {run.round + 1}: {run.problem}"
+            console.print(text, highlight=False, style="bold red", markup=False)
 
 
-def _table(title: str, columns: Sequence[str], ours: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("side")
-    for name in (*columns, *(f"{name} is ahead by" for name in ours)):
-        table.add_column(name, justify="right")
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.MARKDOWN)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
     return table
 
 
-def _ratio_cells(found: Sequence[Ratio], ours: Sequence[str], side: str, workload: str) -> list[str]:
+def _ratio(ratio: Ratio | None) -> str:
+    if ratio is None:
+        return ""
+    return f"{ratio.median:.2f}" + (f" ({ratio.low:.2f}-{ratio.high:.2f})" if ratio.rounds > 1 else "")
+
+
+def _ratio_cells(found: Sequence[Ratio], sides: Sequence[Side], side: str, workload: str) -> list[str]:
     by_pair = {(ratio.ours, ratio.peer): ratio for ratio in found if ratio.workload == workload}
-    cells = []
-    for name in ours:
-        ratio = by_pair.get((name, side))
-        text = "" if ratio is None else f"{ratio.median:.2f}"
-        if ratio is not None and ratio.rounds > 1:
-            text += f" ({ratio.low:.2f}-{ratio.high:.2f})"
-        cells.append(text)
-    return cells
+    return [_ratio(by_pair.get((ours.name, side))) for ours in sides if ours.ours]
+
+
+def _ratio_names(sides: Sequence[Side]) -> list[str]:
+    return [f"{side.name} / side" for side in sides if side.ours]
+
+
+def _both(values: Sequence[Spread], scale: float, digits: int) -> str:
+    """Medians over rounds of the 50th and the 99th percentile."""
+    middle = statistics.median(value.p50 for value in values) * scale
+    most = statistics.median(value.p99 for value in values) * scale
+    return f"{middle:.{digits}f} / {most:.{digits}f}"
 
 
 def _workload_table(results: Results, sides: Sequence[Side], workload: Workload, found: Sequence[Ratio]) -> Table:
-    ours = [side.name for side in sides if side.ours]
-    columns = ("tokens/s", "TTFT ms", "p99", "ITL ms", "p99", "TPOT ms", "e2e s", "p99", "generator")
-    table = _table(f"{workload.name}: {workload.title}", columns, ours)
+    columns = ("side", "tokens/s", "TTFT ms, p50 / p99", "ITL ms", "TPOT ms", "e2e s", "generator's CPU")
+    table = _table(f"{workload.name}: {workload.title}", (*columns, *_ratio_names(sides)))
     for side in sides:
         rounds = list(figures_of(results, side.name, workload.name).values())
         if problems_of(results, side.name, workload.name) or not rounds:
-            table.add_row(side.name, "INVALID" if side.name not in results.failed else "not started")
+            table.add_row(side.name, _missing(results, side, workload))
             continue
-
-        def median(values: list[float]) -> float:
-            return statistics.median(values)
-
         table.add_row(
             side.name,
-            f"{median([one.throughput for one in rounds]):.1f}",
-            f"{median([one.ttft.p50 for one in rounds]) * 1e3:.0f}",
-            f"{median([one.ttft.p99 for one in rounds]) * 1e3:.0f}",
-            f"{median([one.itl.p50 for one in rounds]) * 1e3:.1f}",
-            f"{median([one.itl.p99 for one in rounds]) * 1e3:.1f}",
-            f"{median([one.tpot.p50 for one in rounds]) * 1e3:.1f}",
-            f"{median([one.e2e.p50 for one in rounds]):.2f}",
-            f"{median([one.e2e.p99 for one in rounds]):.2f}",
+            f"{statistics.median(one.throughput for one in rounds):.1f}",
+            _both([one.ttft for one in rounds], 1e3, 0),
+            _both([one.itl for one in rounds], 1e3, 1),
+            _both([one.tpot for one in rounds], 1e3, 1),
+            _both([one.e2e for one in rounds], 1, 2),
             f"{max(one.load for one in rounds):.0%}",
-            *_ratio_cells(found, ours, side.name, workload.name),
+            *_ratio_cells(found, sides, side.name, workload.name),
         )
     return table
 
 
+def _missing(results: Results, side: Side, workload: Workload) -> str:
+    """Why a cell has no figure."""
+    return "INVALID" if side.name in results.failed or problems_of(results, side.name, workload.name) else "-"
+
+
 def _ready_table(results: Results, sides: Sequence[Side], found: Sequence[Ratio]) -> Table:
-    ours = [side.name for side in sides if side.ours]
-    table = _table(f"{READY}: seconds from start to ready", ("starts", "median s", "least", "most"), ours)
+    columns = ("side", "starts", "median s", "least", "most")
+    table = _table(f"{READY}: seconds from start to ready", (*columns, *_ratio_names(sides)))
     for side in sides:
         times = results.starts.get(side.name)
         if times:
             numbers = (f"{statistics.median(times):.1f}", f"{min(times):.1f}", f"{max(times):.1f}")
-            table.add_row(side.name, str(len(times)), *numbers, *_ratio_cells(found, ours, side.name, READY))
+            table.add_row(side.name, str(len(times)), *numbers, *_ratio_cells(found, sides, side.name, READY))
+    return table
+
+
+def _summary(results: Results, sides: Sequence[Side], workloads: Sequence[Workload], found: Sequence[Ratio]) -> Table:
+    """Throughput of all sides, and of each of ours over the best peer of the row."""
+    ours = [side for side in sides if side.ours]
+    names = [f"{side.name} / best" for side in ours]
+    table = _table("all: output tokens/s", ("workload", *(side.name for side in sides), *names))
+    for workload in workloads:
+        cells = []
+        for side in sides:
+            rounds = figures_of(results, side.name, workload.name).values()
+            invalid = problems_of(results, side.name, workload.name) or not rounds
+            rate = statistics.median(one.throughput for one in rounds) if not invalid else 0.0
+            cells.append(f"{rate:.1f}" if rate else _missing(results, side, workload))
+        for side in ours:
+            mine = [ratio for ratio in found if (ratio.ours, ratio.workload) == (side.name, workload.name)]
+            cells.append(_ratio(min(mine, key=lambda ratio: ratio.median, default=None)))
+        table.add_row(workload.name, *cells)
     return table

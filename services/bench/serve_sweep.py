@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from services.bench.serve_measures import Figures
-from services.bench.serve_report import figures_of
+from services.bench.serve_report import figures_of, wide_console
 from services.bench.serve_run import Comparison, Results
 from services.bench.serve_workloads import Workload, by_concurrency, by_context
 from services.settings import SettingsError
@@ -31,7 +32,9 @@ def need_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise SettingsError("--sweep draws with matplotlib: .venv/bin/python -m pip install 'matplotlib>=3.10'") from error
+        raise SettingsError(
+            "--sweep draws with matplotlib: .venv/bin/python -m pip install 'matplotlib>=3.10'"
+        ) from error
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "signalbox"  # the same figures give the same file
     import matplotlib.pyplot
@@ -46,7 +49,7 @@ async def run(comparison: Comparison, rounds: int, folder: Path, *, quick: bool 
     by_length = list(by_context((128, 512) if quick else (128, 512, 1024, 2048, 4096, 8000)))
     results = await comparison.run([*by_load, *by_length], rounds)
     curves = curves_of(results, [side.name for side in comparison.sides], by_load, by_length)
-    show(Console(), curves)
+    show(wide_console(), curves)
     write(pyplot, curves, folder)
     return 0 if results.valid else 1
 
@@ -86,7 +89,7 @@ def show(console: Console, curves: dict[str, dict[str, Curve]]) -> None:
     """Print the points."""
     for name, by_side in curves.items():
         xs = sorted({x for curve in by_side.values() for x, _ in curve})
-        table = Table(title=": ".join(AXES[name]), title_justify="left")
+        table = Table(title=": ".join(AXES[name]), title_justify="left", box=box.MARKDOWN)
         for column in ("side", *map(str, xs)):
             table.add_column(column, justify="left" if column == "side" else "right")
         for side, curve in by_side.items():
