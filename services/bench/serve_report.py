@@ -167,10 +167,10 @@ def _ratio_names(sides: Sequence[Side]) -> list[str]:
 
 
 def _both(values: Sequence[Spread], scale: float, digits: int) -> str:
-    """Medians over rounds of the 50th and the 99th percentile."""
+    """Medians over rounds of the 50th and the 99th percentile; a dash where there is nothing to measure."""
     middle = statistics.median(value.p50 for value in values) * scale
     most = statistics.median(value.p99 for value in values) * scale
-    return f"{middle:.{digits}f} / {most:.{digits}f}"
+    return f"{middle:.{digits}f} / {most:.{digits}f}" if most else "-"
 
 
 def _workload_table(results: Results, sides: Sequence[Side], workload: Workload, found: Sequence[Ratio]) -> Table:

@@ -49,7 +49,7 @@ class ServerProcess:
                     stdin=PIPE if talks else DEVNULL,
                     stdout=PIPE if talks else log,
                     stderr=log,
-                    env=self.environment,
+                    env=dict(self.environment),  # uvloop takes no other mapping
                     start_new_session=True,
                     preexec_fn=_end_with_parent,
                 )
