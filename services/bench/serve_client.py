@@ -138,20 +138,9 @@ async def _read(lines: aiohttp.StreamReader, recording: Recording) -> None:
             elif choice["finish_reason"]:
                 recording.piece(choice["index"], at, empty=True)
         if usage := event.get("usage"):
+            # Of all choices in an event of its own; llama.cpp sends one with the end of each of several choices.
+            before = recording.output_tokens if event["choices"] else 0
             recording.prompt_tokens = usage["prompt_tokens"]
-            recording.output_tokens = usage["completion_tokens"]
+            recording.output_tokens = before + usage["completion_tokens"]
     if not done:
         recording.error = "the stream ended without [DONE]"
-
-
-def merged(request: Request, parts: Sequence[Timing]) -> Timing:
-    """One answer of `n` choices from `n` calls of one choice each, for servers without `n`."""
-    return Timing(
-        request=request,
-        sent=min(part.sent for part in parts),
-        pieces=tuple(pieces for part in parts for pieces in part.pieces),
-        last=max(part.last for part in parts),
-        prompt_tokens=parts[0].prompt_tokens,
-        output_tokens=sum(part.output_tokens for part in parts),
-        error=next((part.problem for part in parts if part.problem), ""),
-    )

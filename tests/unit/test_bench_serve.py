@@ -8,13 +8,16 @@ import os
 import sys
 from pathlib import Path
 
+import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from rich.console import Console
 
 from services.bench import serve, serve_report, serve_sweep
 from services.bench.peers.process import ServerProcess, SideError
 from services.bench.peers.side import DriverSide, Place
-from services.bench.serve_client import merged, send_all
+from services.bench.serve_client import complete, send_all
 from services.bench.serve_measures import Figures, Spread, Timing, figures, problems
 from services.bench.serve_run import Comparison, Results, Run
 from services.bench.serve_workloads import STRAGGLERS, WORKLOADS, Request, Workload, by_concurrency, by_context
@@ -183,13 +186,55 @@ async def test_so_many_are_in_flight_and_all_are_answered_once(together, batches
     assert target.most_open == 3
 
 
-def test_calls_of_one_choice_count_as_one_answer():
-    request = Request(prompt=(1, 2), output=3, n=2)
-    one, other = timing(), timing(sent=10.1, pieces=((10.4, 10.7, 11.0),), last=11.0)
-    both = merged(request, [one, other])
-    assert both.problem == ""
-    assert (both.sent, both.last, both.output_tokens, both.prompt_tokens) == (10.0, 11.0, 6, 2)
-    assert merged(request, [one, timing(output_tokens=2)]).problem == "2 output tokens instead of 3"
+def event(*choices: tuple[int, str, str | None], usage: tuple[int, int] | None = None) -> bytes:
+    """One line of a stream. choices: index, text, finish reason. usage: prompt and completion tokens."""
+    named = [{"index": index, "text": text, "finish_reason": reason} for index, text, reason in choices]
+    counts = usage and {"prompt_tokens": usage[0], "completion_tokens": usage[1]}
+    return b"data: " + json.dumps({"choices": named, "usage": counts}).encode() + b"\n\n"
+
+
+async def answered_with(lines: list[bytes], request: Request) -> Timing:
+    """What the load generator makes of a server that sends `lines`."""
+
+    async def handle(call: web.Request) -> web.StreamResponse:
+        assert (await call.json())["ignore_eos"] is True
+        response = web.StreamResponse()
+        await response.prepare(call)
+        for line in lines:
+            await response.write(line)
+        return response
+
+    app = web.Application()
+    app.router.add_post("/v1/completions", handle)
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        return await complete(session, str(server.make_url("")).rstrip("/"), "m", request)
+
+
+TWO = Request(prompt=(1, 2), output=2, n=2)
+ENDS_APART = [
+    event((0, "a", None)),
+    event((1, "b", None)),
+    event((0, "c", "length"), usage=(2, 2)),
+    event((1, "d", None)),
+    event((1, "", "length"), usage=(2, 2)),
+]
+DONE = b"data: [DONE]\n\n"
+
+
+async def test_usage_comes_for_all_choices_or_with_the_end_of_each():
+    apart = await answered_with([*ENDS_APART, DONE], TWO)
+    assert apart.problem == ""
+    assert [len(pieces) for pieces in apart.pieces] == [2, 2]
+    assert apart.last > apart.pieces[1][-1]  # the mark of its end is no piece
+    both = await answered_with([*ENDS_APART, event(usage=(2, 4)), DONE], TWO)
+    assert (both.problem, both.output_tokens) == ("", 4)
+
+
+async def test_streams_that_break_off_are_told():
+    assert (await answered_with(ENDS_APART, TWO)).problem == "the stream ended without [DONE]"
+    failed = b'data: {"error": {"message": "out of memory"}}\n\n'
+    assert "out of memory" in (await answered_with([ENDS_APART[0], failed], TWO)).problem
+    assert "a choice 2 that was not asked for" in (await answered_with([event((2, "a", None)), DONE], TWO)).problem
 
 
 class Script(DriverSide):

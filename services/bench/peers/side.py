@@ -8,14 +8,14 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import orjson
 
 from services.bench.peers.process import ServerProcess, SideError
-from services.bench.serve_client import REQUEST_TIMEOUT, Recording, clock, complete, merged
+from services.bench.serve_client import REQUEST_TIMEOUT, Recording, clock, complete
 from services.bench.serve_measures import Timing
 from services.bench.serve_workloads import Request
 from services.check import Unhealthy, http_status
@@ -111,9 +111,8 @@ class Side(ABC):
 
 
 class HttpSide(Side):
-    """A server of /v1/completions. choices: it knows `n`; else as many calls are made at once."""
+    """A server of /v1/completions."""
 
-    choices = True
     health = "/health"
 
     def __init__(self, place: Place) -> None:
@@ -128,8 +127,10 @@ class HttpSide(Side):
     async def resume(self) -> None:
         """See Side; connections are made anew for each turn."""
         await super().resume()
+        # Some servers close a connection between two calls, so none is used twice.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT, sock_connect=10)
-        self._session = aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+        self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
 
     async def end_turn(self) -> None:
         """Close the connections."""
@@ -139,16 +140,10 @@ class HttpSide(Side):
 
     async def answer(self, requests: Sequence[Request]) -> list[Timing]:
         """See serve_client.Target."""
-        return list(await asyncio.gather(*map(self._answer, requests)))
-
-    async def _answer(self, request: Request) -> Timing:
         assert self._session is not None
         url = f"http://{self.address}"
-        if request.n == 1 or self.choices:
-            return await complete(self._session, url, MODEL, request)
-        single = replace(request, n=1)
-        calls = [complete(self._session, url, MODEL, single) for _ in range(request.n)]
-        return merged(request, await asyncio.gather(*calls))
+        calls = [complete(self._session, url, MODEL, request) for request in requests]
+        return list(await asyncio.gather(*calls))
 
     async def _healthy(self) -> bool:
         if self.address is None:

@@ -104,7 +104,6 @@ class LlamaCpp(HttpSide):
     """llama.cpp's server with the weights as stored, 32 slots that share 49,152 positions."""
 
     name, title = "llamacpp", "llama.cpp server, weights as stored"
-    choices = False
 
     def __init__(self, place: Place) -> None:
         super().__init__(place)
