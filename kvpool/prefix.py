@@ -49,13 +49,20 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def add(self, blocks: Iterable[int], digests: Sequence[bytes]) -> list[int]:
+    def add(self, blocks: list[int], digests: Sequence[bytes]) -> list[int]:
         """Blocks hold what the digests name; one with a block or a digest that is known already is passed over.
 
         Returns the blocks that are new.
         """
         block_of, digest_of = self.block_of, self.digest_of
         fresh: list[int] = []
+        if not any(map(digest_of.__getitem__, blocks)):
+            # The common case, in which the dictionary is filled without the interpreter.
+            known = list(map(block_of.setdefault, digests, blocks))
+            if known == blocks:
+                for block, digest in zip(blocks, digests, strict=True):
+                    digest_of[block] = digest
+                return blocks
         for block, digest in zip(blocks, digests, strict=True):
             if not digest_of[block] and block_of.setdefault(digest, block) == block:
                 digest_of[block] = digest

@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import IntEnum
 from math import isfinite
+from struct import error as StructError
+from struct import pack
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -137,16 +139,18 @@ def _column(dtype: np.dtype[Any]) -> Form:
 
 
 def _numbers(dtype: np.dtype[Any], item: Convert) -> Form:
-    column = _column(dtype)
+    column, code = _column(dtype), {"i": "q", "f": "d"}[dtype.kind]
 
     def write(value: Any) -> bytes:
         if type(value) is not tuple:
             raise _wrong("a tuple", value)
+        if not value:
+            return b""
         for number in value:
             item(number)
         try:
-            return np.array(value, dtype).tobytes()
-        except OverflowError:
+            return pack(f"<{len(value)}{code}", *value)
+        except StructError:
             raise CodecError("", f"holds a number that does not fit {dtype}") from None
 
     def read(value: Any) -> tuple[Any, ...]:

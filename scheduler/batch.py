@@ -126,9 +126,9 @@ class RowBatch:
 
     def give(self, row: int, ids: Int32) -> None:
         """Append blocks to the row's table."""
-        held = int(self.held[row])
+        held = self.held.item(row)
         self.blocks[row, held : held + len(ids)] = ids
-        self.held[row] += len(ids)
+        self.held[row] = held + len(ids)
 
     def pending(self) -> Int32:
         """Positions that can be issued now, for every row; 0 where it is not ready or its last sample is issued."""

@@ -191,7 +191,7 @@ class PlanBuilder:
         if self.blocked or self.budget == 0:
             return
         batch = self.worker.batch
-        pending = int(batch.known[row] + batch.sampling[row] - batch.issued[row])
+        pending = batch.known.item(row) + batch.sampling.item(row) - batch.issued.item(row)
         wanted = min(pending, self.budget, self.state.config.max_chunk)
         while (count := self._make_room(row, wanted)) == 0:
             if self.worker.flights:
@@ -210,14 +210,15 @@ class PlanBuilder:
     def _make_room(self, row: int, wanted: int) -> int:
         """How many of the `wanted` next positions have blocks, after taking what is needed and free."""
         batch, pool = self.worker.batch, self.worker.pool
-        issued, held = int(batch.issued[row]), int(batch.held[row])
+        issued, held = batch.issued.item(row), batch.held.item(row)
         needed = min(-(-(issued + wanted) // pool.block_size) - held, pool.num_free)
         if needed > 0:
             ids = pool.allocate(needed)
             if ids is None:
                 raise SchedulerError(f"{needed} blocks of {pool.num_free} free ones cannot be had")
             batch.give(row, ids)
-        return min(wanted, int(batch.held[row]) * pool.block_size - issued)
+            held += needed
+        return min(wanted, held * pool.block_size - issued)
 
     def _victim(self, row: int) -> Sequence | None:
         """The last in rank that this plan does not compute; None when the row can rather wait a step.
