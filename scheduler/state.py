@@ -135,8 +135,15 @@ class Worker:
 
     @property
     def used_slots(self) -> int:
-        """Positions with KV, written or on their way, over all rows."""
-        return int(self.batch.issued[self.batch.active].sum())
+        """Slots of its blocks with KV, written or on their way; those of a block that several rows share count once."""
+        batch, size = self.batch, self.pool.block_size
+        rows = np.flatnonzero(batch.active)
+        shared = batch.shared[rows]
+        is_shared = np.zeros(self.pool.num_blocks, bool)
+        widest = int(shared.max(initial=0))
+        is_shared[batch.blocks[rows, :widest][np.arange(widest) < shared[:, None]]] = True
+        own = batch.issued[rows] - shared * size  # shared blocks are full
+        return int(own.sum()) + size * int(np.count_nonzero(is_shared))
 
     @property
     def running(self) -> list[Sequence]:
@@ -302,6 +309,7 @@ def validate_worker(worker: Worker) -> None:
     _check(sorted([stay.row for stay in stays] + batch.free_rows) == list(range(batch.max_rows)), "rows are lost")
     _check(np.flatnonzero(batch.active).tolist() == sorted(stay.row for stay in stays), "active rows are off")
     worker.pool.validate([_table(batch, stay.row) for stay in stays])
+    _check(worker.used_slots <= worker.pool.used * worker.pool.block_size, "more slots are used than held")
     _validate_quiet(worker)
     in_flight = Counter(stay for flight in worker.flights for stay in flight.stays[flight.samples].tolist())
     for stay in stays:

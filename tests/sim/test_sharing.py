@@ -84,6 +84,7 @@ def test_siblings_share_the_prompt_but_for_its_last_block(n: int, window: int) -
     assert len({tuple(batch.block_ids(row)[:31]) for row in rows}) == 1
     assert sorted(batch.shared[rows].tolist()) == [31] * (n - 1) + [32]  # the first one's own prompt is in the index
     assert len({batch.block_ids(row)[31] for row in rows}) == n
+    assert 16 * (31 + n) <= worker.used_slots <= 16 * worker.pool.used
     run_all(world, frontend, members)
     assert_outputs(members)
     world.assert_no_leaks()
