@@ -14,7 +14,6 @@ from proto.messages import Int32, int32
 from scheduler.sequence import Sequence
 
 Bools = NDArray[np.bool_]
-NO_BLOCKS = int32()
 
 
 class Stay:
@@ -31,7 +30,7 @@ class Stay:
         self.number = number
         self.row = row
         self.sequence = sequence
-        self.ids = NO_BLOCKS
+        self.ids = int32()
         self.filling = b""
         self.stopped = False
         self.reported = 0

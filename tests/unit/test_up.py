@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -52,13 +53,13 @@ def test_a_private_run_folder_goes_with_up_and_leftovers_go_too(
 def test_event_logs_of_a_private_run_folder_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    runtime, home = tmp_path / "runtime", tmp_path / "home"
-    runtime.mkdir()
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    home = tmp_path / "home"
     monkeypatch.setenv("SIGNALBOX_HOME", str(home))
-    with up.run_folder(None) as run_dir:
-        (run_dir / "scheduler-1.events").write_bytes(b"fault")
-    assert list(runtime.iterdir()) == []
+    with tempfile.TemporaryDirectory() as runtime:  # the paths of sockets may not be long
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        with up.run_folder(None) as run_dir:
+            (run_dir / "scheduler-1.events").write_bytes(b"fault")
+        assert list(Path(runtime).iterdir()) == []
     kept = home / "events" / "scheduler-1.events"
     assert kept.read_bytes() == b"fault"
     assert str(kept) in capsys.readouterr().err
