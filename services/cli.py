@@ -290,8 +290,19 @@ def serve(
 def kernels(
     *,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    archs: Annotated[
+        str,
+        typer.Option(
+            "--compile", metavar="ARCHS", show_default=False, help="Compile the GPU kernels instead, for sm_90,sm_80."
+        ),
+    ] = "",
 ) -> None:
     """Measure this machine's limits, and the share of them that each of the CPU engine's kernels reaches."""
+    if archs:
+        from services.bench import compiled
+
+        compiled.main(archs, json)
+        return
     from services.bench import kernels as measurement
 
     measurement.main(json=json)

@@ -78,12 +78,12 @@ def max_query_tiles(*, tokens: int, rows: int, group: int) -> int:
 
 
 def prefill_attention(
-    q_TND: Tensor, kv: LayerKV, rows: Rows, out_TND: Tensor, *, tiles: int, window: int | None
+    q_TND: Tensor, kv: LayerKV, rows: Rows, out_TND: Tensor, *, tiles: int, window: int | None, arch: int = 90
 ) -> None:
     """Attention of all rows that have more than one token; other tokens of `out` are left alone.
 
-    tiles: how many query tiles there may be (`max_query_tiles`). q's heads follow on each other, its tokens may lie
-    further apart; out is contiguous.
+    tiles: how many query tiles there may be (`max_query_tiles`). arch: compute capability. q's heads follow on
+    each other, its tokens may lie further apart; out is contiguous.
     """
     _, heads, dim = q_TND.shape
     _, kv_heads, page, _ = kv.keys.shape
@@ -95,7 +95,7 @@ def prefill_attention(
             q_stride=q_TND.stride(0), table_width=rows.tables.shape[1], kv_heads=kv_heads, group=heads // kv_heads,
             dim=dim, page=page, window=window,
         ),
-        **prefill_options(dim),
+        **prefill_options(dim, arch),
     )  # fmt: skip
 
 
@@ -117,6 +117,6 @@ def prefill_constants(
     }
 
 
-def prefill_options(dim: int) -> dict[str, int]:
-    """Warps, and key tiles under way."""
-    return {"num_warps": 4, "num_stages": 3 if dim <= 128 else 2}
+def prefill_options(dim: int, arch: int) -> dict[str, int]:
+    """Warps, and key tiles under way. Sums lie in registers: more warps where four would spill them."""
+    return {"num_warps": 8 if dim > (128 if arch >= 90 else 64) else 4, "num_stages": 3 if dim <= 128 else 2}
