@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import islice
 
 from proto.messages import Int32
 
@@ -39,10 +40,11 @@ class PrefixIndex:
         self.block_of: dict[bytes, int] = {}
         self.digest_of = [b""] * num_blocks
 
-    def match(self, digests: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of a chain of digests. Changes nothing, not even the order of use."""
+    def match(self, digests: Sequence[bytes], longest: int | None = None) -> list[int]:
+        """Blocks of the longest known prefix of a chain of digests, `longest` at most. Changes nothing, not even the
+        order of use."""
         blocks: list[int] = []
-        for digest in digests:
+        for digest in islice(digests, longest):
             block = self.block_of.get(digest)
             if block is None:
                 break

@@ -82,7 +82,7 @@ def _look(builder: PlanBuilder, sequence: Sequence) -> Offer:
         return Offer(builder, [], b"")
     digests = sequence.prefix_digests(sequence.tokens, pool.block_size, builder.worker.weights_version)
     usable = (len(sequence.tokens) - 1) // pool.block_size
-    hits = pool.prefix.match(digests[:usable])
+    hits = pool.prefix.match(digests, usable)
     return Offer(builder, hits, digests[len(hits)] if len(hits) < usable else b"")
 
 

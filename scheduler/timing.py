@@ -20,8 +20,9 @@ def note_admission(state: SchedulerState, sequence: Sequence, now: float) -> Non
 def note_first_tokens(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, now: float) -> None:
     """A result is about to be applied: observe the rows whose first token it brings."""
     first = flight.samples & (flight.starts < worker.batch.num_prompt[flight.rows]) & (result.counts > 0)
-    for index in np.flatnonzero(first).tolist():
-        sequence = worker.stay_of(int(flight.stays[index]), int(flight.rows[index])).sequence
+    which = np.flatnonzero(first)
+    for number, row in zip(flight.stays[which].tolist(), flight.rows[which].tolist(), strict=True):
+        sequence = worker.stay_of(number, row).sequence
         if sequence.admitted_at is not None and not sequence.begun:
             sequence.begun = True
             state.totals.prefill_time.observe(now - sequence.admitted_at)
