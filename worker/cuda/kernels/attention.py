@@ -15,6 +15,8 @@ from torch import Tensor
 
 # Positions of one key tile, in decode and prefill. Pages may be narrower or wider.
 TILE = 64
+# The shortest inner dimension of a product.
+MIN_DIM = 16
 LOG2_E = 1.4426950408889634
 
 

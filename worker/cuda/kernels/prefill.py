@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.cuda.kernels.attention import LOG2_E, TILE, LayerKV, Rows, attend_tile
+from worker.cuda.kernels.attention import LOG2_E, MIN_DIM, TILE, LayerKV, Rows, attend_tile
 from worker.cuda.kernels.search import find_row
 
 # Lines of one query tile.
@@ -113,7 +113,7 @@ def prefill_constants(
         "WINDOW": window or 0,
         "TILE": TILE,
         "LINES": LINES,
-        "PADDED_DIM": triton.next_power_of_2(dim),
+        "PADDED_DIM": max(triton.next_power_of_2(dim), MIN_DIM),
     }
 
 

@@ -1,0 +1,81 @@
+"""A whole model through the kernels, behind the worker's own seam: the tokens of the CPU engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from proto.messages import SamplingParams
+from tests.support.plans import Driver, Sequence
+from tests.support.runners import tiny_runner
+from worker.cuda.executor import EagerExecutor, KVPool
+from worker.models.weights import load_weights
+from worker.runner import Runner
+
+pytestmark = pytest.mark.triton
+LONG = [7 * n % 96 for n in range(75)]
+PROMPTS = [[5], LONG[:15], LONG[:16], LONG]
+PARAMS = [
+    SamplingParams(logprobs=2),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.0, bias_ids=(3,), bias_values=(1.5,), repetition_penalty=1.2, frequency_penalty=0.5),
+    SamplingParams(prompt_logprobs=1, min_tokens=3, eos_ids=(2,)),
+]
+
+
+def runner(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: Any) -> Runner:
+    monkeypatch.setenv("SIGNALBOX_CPU_ENGINE", "torch")
+    return tiny_runner(folder, model=model, max_step_tokens=40)
+
+
+def with_kernels(made: Runner) -> Runner:
+    config = made.files.config
+    device = torch.device("cpu")
+    cache = KVPool(config, num_blocks=made.batch.num_blocks, page=16, dtype=torch.float32, device=device)
+    cache.blocks.fill_(torch.nan)
+    weights = load_weights(config, made.files.tensors, torch.float32)
+    made.executor = EagerExecutor(config, weights, cache, programs=3)
+    return made
+
+
+def answers(made: Runner) -> list[Sequence]:
+    """Decodes beside chunks of a prompt, joins and leaves between steps."""
+    driver = Driver(made)
+    added = []
+    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        added.append(driver.add(prompt, max_tokens=6, seed=number, params=params))
+        driver.step()
+    driver.run()
+    return added
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20},
+        {"num_key_value_heads": 1, "num_attention_heads": 3, "head_dim": 12},
+    ],
+    ids=["llama", "window", "group-of-3"],
+)
+def test_tokens_are_the_cpu_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]) -> None:
+    expected = answers(runner(tmp_path / "model", monkeypatch, **model))
+    found = answers(with_kernels(runner(tmp_path / "model", monkeypatch, **model)))
+    for one, other in zip(found, expected, strict=True):
+        assert one.output == other.output
+        assert one.reason == other.reason
+        assert one.logprobs.keys() == other.logprobs.keys()
+        for position, entry in one.logprobs.items():
+            assert entry.value == pytest.approx(other.logprobs[position].value, abs=1e-3)
+            assert list(entry.top) == list(other.logprobs[position].top)
+
+
+def test_copied_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = with_kernels(runner(tmp_path / "model", monkeypatch))
+    blocks = made.executor.cache.blocks
+    blocks[:, 3] = torch.randn(blocks[:, 3].shape)
+    made.executor.copy_blocks(torch.tensor([3]).int().numpy(), torch.tensor([9]).int().numpy())
+    assert torch.equal(blocks[:, 9], blocks[:, 3])
