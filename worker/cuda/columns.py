@@ -22,7 +22,7 @@ def rows_of(inputs: StepInputs, *, group: int, window: int | None, device: torch
     skipped = np.maximum(lengths - window, 0) // TILE if window else 0
     key_tiles = np.where(counts == 1, -(-lengths // TILE) - skipped, 0)
     query_tiles = np.where(counts > 1, -(-counts * group // LINES), 0)
-    columns = (
+    columns: tuple[NDArray[np.integer], ...] = (
         np.arange(len(counts)),
         inputs.offsets,
         lengths,
