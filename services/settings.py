@@ -53,6 +53,21 @@ class Quantization(StrEnum):
     Q8_0 = "q8_0"
 
 
+class ToolCallParser(StrEnum):
+    """How the model writes tool calls. auto: as its chat template says."""
+
+    AUTO = "auto"
+    HERMES = "hermes"
+    LLAMA = "llama"
+
+
+class ReasoningParser(StrEnum):
+    """none: thoughts are content like all else. think: what stands between <think> and </think> is split off."""
+
+    NONE = "none"
+    THINK = "think"
+
+
 class LogFormat(StrEnum):
     """auto: console on a terminal, json otherwise."""
 
@@ -317,6 +332,12 @@ class FrontSettings(ModelSettings):
         str, "Header (in gRPC: metadata) that names the tenant, set by a gateway that clients cannot pass; empty: none."
     ] = ""
     access_log: Annotated[bool, "Log every request as info; else as debug."] = False
+    tool_call_parser: Annotated[ToolCallParser, "How the model writes tool calls; auto: as its chat template says."] = (
+        ToolCallParser.AUTO
+    )
+    reasoning_parser: Annotated[
+        ReasoningParser, "think: what a chat answer holds in <think> tags becomes its reasoning_content."
+    ] = ReasoningParser.NONE
     max_body: Annotated[ByteSize, "The largest request body that is read.", Bounds(1024)] = DEFAULT_MAX_BODY
 
     def __post_init__(self) -> None:

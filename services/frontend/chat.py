@@ -18,9 +18,10 @@ import jinja2.ext
 import jinja2.sandbox
 
 from services.frontend.request import ValidationFailed
+from services.frontend.tools_history import history_fields
 from worker.loader.errors import ModelError
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # {% generation %} marks what the assistant said, for training; in serving it changes nothing.
 GENERATION_TAG = re.compile(r"\{%(-?)\s*(?:end)?generation\s*(-?)%\}")
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
@@ -30,7 +31,7 @@ class TemplateRefused(Exception):
     """The template called raise_exception: it does not take these messages."""
 
 
-def check_messages(messages: object, most: int) -> tuple[dict[str, str], ...]:
+def check_messages(messages: object, most: int) -> tuple[dict[str, Any], ...]:
     """Messages with `role` and text `content`; parts are joined by line breaks. Raises ValidationFailed."""
     if messages is None:
         raise ValidationFailed("messages is required", "messages")
@@ -41,20 +42,21 @@ def check_messages(messages: object, most: int) -> tuple[dict[str, str], ...]:
     return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
 
 
-def _message(message: object, where: str) -> dict[str, str]:
+def _message(message: object, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValidationFailed(f"{where} must be an object with role and content", where)
     role = message.get("role")
-    if role in ("tool", "function"):
-        raise ValidationFailed(f"{where}.role {role!r}: tools are not offered by this server", f"{where}.role")
     if not isinstance(role, str) or role not in ROLES:
         raise ValidationFailed(f"{where}.role must be one of {', '.join(ROLES)}", f"{where}.role")
-    for field in ("tool_calls", "function_call", "audio", "refusal"):
+    for field in ("function_call", "audio", "refusal"):
         if message.get(field):
             raise ValidationFailed(f"{where}.{field} is not offered by this server; leave it out", f"{where}.{field}")
     # OpenAI's newer name for the same role; templates know only the older one.
-    result = {"role": "system" if role == "developer" else role}
-    result["content"] = _content(message.get("content"), f"{where}.content")
+    result: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    result |= history_fields(message, role, where)
+    content = message.get("content")
+    # An assistant that called tools need not have said anything.
+    result["content"] = "" if content is None and "tool_calls" in result else _content(content, f"{where}.content")
     name = message.get("name")
     if name is not None:
         if not isinstance(name, str):
@@ -120,10 +122,11 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         arguments: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The whole conversation as text. Raises ValidationFailed when the template does not take the messages.
 
@@ -138,6 +141,7 @@ class ChatTemplate:
                 **(arguments or {}),
                 **self._tokens,
                 messages=[dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
                 add_generation_prompt=add_generation_prompt,
             )
         except TemplateRefused as error:

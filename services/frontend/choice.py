@@ -217,4 +217,5 @@ class Choice:
             usage=self._tally.usage(),
             message=message,
             prompt=prompt,
+            thinking=self._prompt.thinking,
         )

@@ -23,7 +23,8 @@ class ServedModel:
 
     id: the name in answers. aliases: further names that requests may use. generation: the model's own
     defaults of the sampling parameters, with its end-of-text ids. bos_token, eos_token: their texts, for the
-    chat template. created: when the frontend started, in seconds since 1970.
+    chat template. tool_format: how it writes tool calls (services/frontend/tools.py). thinks: thoughts in tags are
+    split off chat answers. created: when the frontend started, in seconds since 1970.
     """
 
     id: str
@@ -34,6 +35,8 @@ class ServedModel:
     bos_token: str | None
     eos_token: str | None
     created: int
+    tool_format: str = "hermes"
+    thinks: bool = False
 
     def answers_to(self, name: str) -> bool:
         """Whether a request for `name` is for this model."""

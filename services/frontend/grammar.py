@@ -39,13 +39,18 @@ NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dep
 VALUES = ("enum", "const", "default", "examples")
 
 
-def wanted_grammar(parsed: Body) -> WantedGrammar | None:
-    """The one grammar of a request, or None. Raises ValidationFailed for several, or a source of the wrong type."""
+def wanted_grammar(parsed: Body, forced: WantedGrammar | None = None) -> WantedGrammar | None:
+    """The one grammar of a request, or None. forced: the one of a tool that must be called.
+
+    Raises ValidationFailed for several, or a source of the wrong type.
+    """
     found = [*_response_format(parsed.response_format), *_structured_outputs(parsed.structured_outputs)]
     for kind in KINDS:
         value = getattr(parsed, f"guided_{kind}", None)
         if value is not None:
             found.append(_grammar(kind, value, f"guided_{kind}"))
+    if forced is not None:
+        found.append(forced)
     if len(found) > 1:
         first, second = found[:2]
         message = f"{second.field} cannot be used with {first.field}: both say what the output must be"
@@ -180,15 +185,15 @@ def _schema_source(value: object, field: str) -> str:
             raise ValidationFailed(f"{field} is not valid JSON: {error}", field) from None
     if not isinstance(value, dict | bool):
         raise ValidationFailed(f"{field} must be a JSON schema (an object)", field)
-    return _limited(orjson.dumps(_without_annotations(value, field)).decode(), field)
+    return _limited(orjson.dumps(enforceable(value, field)).decode(), field)
 
 
-def _without_annotations(value: Any, field: str, depth: int = 0) -> Any:
+def enforceable(value: Any, field: str, depth: int = 0) -> Any:
     """A schema without formats that enforce nothing."""
     if depth > MAX_NESTING:
         raise ValidationFailed(f"{field} is nested more than {MAX_NESTING} deep", field)
     if isinstance(value, list):
-        return [_without_annotations(item, field, depth + 1) for item in value]
+        return [enforceable(item, field, depth + 1) for item in value]
     if not isinstance(value, dict):
         return value
     kept = {}
@@ -196,9 +201,9 @@ def _without_annotations(value: Any, field: str, depth: int = 0) -> Any:
         if key == "format" and isinstance(part, str) and part not in FORMATS:
             continue
         if key in NAMED_SCHEMAS and isinstance(part, dict):
-            kept[key] = {name: _without_annotations(one, field, depth + 2) for name, one in part.items()}
+            kept[key] = {name: enforceable(one, field, depth + 2) for name, one in part.items()}
         else:
-            kept[key] = part if key in VALUES else _without_annotations(part, field, depth + 1)
+            kept[key] = part if key in VALUES else enforceable(part, field, depth + 1)
     return kept
 
 

@@ -14,6 +14,7 @@ import orjson
 from proto.messages import FinishReason
 from services.frontend.request import GenerateRequest
 from services.frontend.tokenizer import Tokenizer
+from services.frontend.tools_message import MessageReader, delta_json, message_json
 from services.frontend.types import Output, OutputToken, TokenLogprob, Usage
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
@@ -31,6 +32,7 @@ class Collected:
     prompt: list[OutputToken] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    thinking: bool = False
 
 
 def usage_json(usage: Usage) -> Json:
@@ -91,6 +93,7 @@ class Shape:
         for output in outputs:
             collected = choices.setdefault(output.index, Collected())
             collected.texts.append(output.text)
+            collected.thinking = output.thinking
             if output.prompt:
                 collected.prompt += output.tokens
             if self._request.echo or not output.prompt:
@@ -110,9 +113,10 @@ class Shape:
         if first:
             self._begun.add(output.index)
         if output.finish_reason is FinishReason.NONE and not tokens:
-            piece = self.text_piece(output.index, orjson.dumps(output.text), first=first)
-        else:
-            piece = orjson.dumps(self.piece(output, first=first))
+            return self._framed(self.text_piece(output.index, orjson.dumps(output.text), first=first), output)
+        return self._framed(orjson.dumps(self.piece(output, first=first)), output)
+
+    def _framed(self, piece: bytes, output: Output) -> bytes:
         if self._request.continuous_usage:
             return self._head + piece + b'],"usage":' + orjson.dumps(usage_json(output.usage)) + b"}\n\n"
         return self._head + piece + self._tail
@@ -202,11 +206,23 @@ class ChatShape(Shape):
     object_name = "chat.completion"
     event_name = "chat.completion.chunk"
 
+    def __init__(
+        self, request: GenerateRequest, tokenizer: Tokenizer, *, model: str, created: int, fingerprint: str
+    ) -> None:
+        super().__init__(request, tokenizer, model=model, created=created, fingerprint=fingerprint)
+        self._readers: dict[int, MessageReader] = {}  # of the choices of a stream, if there is something to look for
+
     def choice(self, index: int, collected: Collected) -> Json:
         """See Shape."""
+        message = {"role": "assistant", "content": "".join(collected.texts), "refusal": None}
+        if self._request.reading is not None:
+            reader = MessageReader(self._request.reading, thinking=collected.thinking)
+            message = message_json(reader.feed("".join(collected.texts), last=True))
+            if reader.called and collected.finish_reason == "stop":
+                collected.finish_reason = "tool_calls"
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(collected.texts), "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(collected.tokens),
             "finish_reason": collected.finish_reason,
             "stop_reason": collected.stop_reason,
@@ -219,6 +235,29 @@ class ChatShape(Shape):
             delta["content"] = output.text
         logprobs = self._logprobs(output.tokens)
         return {"index": output.index, "delta": delta, "logprobs": logprobs, **self._end(output)}
+
+    def event(self, output: Output) -> bytes | None:
+        """See Shape. What is only the beginning of something else waits for the rest."""
+        if self._request.reading is None:
+            return super().event(output)
+        reader = self._readers.get(output.index)
+        if reader is None:
+            reader = self._readers[output.index] = MessageReader(self._request.reading, thinking=output.thinking)
+        ended = output.finish_reason is not FinishReason.NONE
+        delta = reader.feed(output.text, last=ended)
+        tokens = output.tokens if self._request.params.logprobs >= 0 else ()
+        if not (delta or tokens or ended):
+            return None
+        piece = {
+            "index": output.index,
+            "delta": delta_json(delta, first=output.index not in self._begun),
+            "logprobs": self._logprobs(tokens),
+            **self._end(output),
+        }
+        self._begun.add(output.index)
+        if reader.called and piece["finish_reason"] == "stop":
+            piece["finish_reason"] = "tool_calls"
+        return self._framed(orjson.dumps(piece), output)
 
     def text_piece(self, index: int, text: bytes, *, first: bool) -> bytes:
         """See Shape."""

@@ -21,9 +21,10 @@ from services.frontend.http_runner import Runner
 from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
+from services.frontend.tools import tool_format
 from services.models import store
 from services.run_dir import RunDir
-from services.settings import Address, FrontendSettings, SettingsError
+from services.settings import Address, FrontendSettings, ReasoningParser, SettingsError
 from services.status_file import TOUCH_INTERVAL, StatusFile
 from worker.loader.model import ModelFiles, open_model
 
@@ -57,6 +58,8 @@ def served_model(settings: FrontendSettings, files: ModelFiles) -> ServedModel:
         bos_token=files.bos_token,
         eos_token=files.eos_token,
         created=int(time.time()),
+        tool_format=tool_format(settings.tool_call_parser, files.chat_template),
+        thinks=settings.reasoning_parser is ReasoningParser.THINK,
     )
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from dataclasses import dataclass
 
 from services.frontend.chat import chat_template
 from services.frontend.context import FrontendContext
+from services.frontend.reasoning import OPEN
 from services.frontend.request import GenerateRequest, Prompt, ValidationFailed
 from services.frontend.schema import Fork
 
@@ -16,20 +18,23 @@ TEMPLATE_SECONDS = 10.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPrompt:
     """ids: at least one. max_length: prompt and output tokens of each choice. num_added: leading ids that the
-    tokenizer added to a text. from_text: the client gave text. parent: the open sequence that it forks from, or 0."""
+    tokenizer added to a text. from_text: the client gave text. parent: the open sequence that it forks from, or 0.
+    thinking: it ends inside of a thought."""
 
     ids: tuple[int, ...]
     max_length: int
     num_added: int
     from_text: bool
     parent: int = 0
+    thinking: bool = False
 
 
 async def prepare(context: FrontendContext, request: GenerateRequest) -> list[PreparedPrompt]:
     """One for each prompt. Raises ValidationFailed when a length does not fit, RequestRefused when too much waits."""
     if request.chat:
         text = await render_chat(context, request)
-        return [await _prepared(context, request, text, "messages")]
+        chat = await _prepared(context, request, text, "messages")
+        return [dataclasses.replace(chat, thinking=text.rstrip().endswith(OPEN))]
     if request.fork is not None:
         return [_forked(context, request, request.fork)]
     prepared = []
@@ -50,6 +55,7 @@ async def render_chat(context: FrontendContext, request: GenerateRequest) -> str
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         arguments=request.template_arguments,
+        tools=request.tools,
     )
     try:
         return await asyncio.wait_for(work, TEMPLATE_SECONDS)

@@ -37,6 +37,17 @@ class WantedGrammar:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """What is to be found in the text of a chat answer. tool_names: of tools that may be called, empty for none.
+    tool_required: the answer is nothing but calls. thoughts: they are split off."""
+
+    tool_format: str
+    tool_names: tuple[str, ...]
+    tool_required: bool
+    thoughts: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """The model that is served, the tokens that fit (0: not known yet), and the caps on what a client may ask."""
 
@@ -63,12 +74,15 @@ class GenerateRequest:
     prompt_logprobs by name. timeout: seconds from now until the request is given up, or None. tenant: as a trusted
     gateway named it, else empty.
     ignored_fields: how many unknown fields the body held. grammar: what params.grammar will be made from.
+    tools: for the chat template. reading: what to look for in a chat answer; None: it is all content.
     """
 
     chat: bool
     request_id: str | None
     prompts: tuple[Prompt, ...] = ()
-    messages: tuple[Mapping[str, str], ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()
+    reading: Reading | None = None
     fork: Fork | None = None
     template_arguments: Mapping[str, Any]
     add_generation_prompt: bool = True

@@ -154,6 +154,10 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: LogprobCount | None = None
     add_generation_prompt: bool | None = None
+    # Checked by services/frontend/tools.py.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_arguments)] | None = None
 
 
@@ -177,9 +181,6 @@ COMMON_LACKING: dict[str, tuple[object, ...]] = {
     "lora_request": (),
     "prompt_embeds": (),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "audio": (),
@@ -199,6 +200,9 @@ COMPLETION_LACKING = COMMON_LACKING | {
     "messages": (),
     "top_logprobs": (),
     "chat_template_kwargs": ({},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "add_generation_prompt": (True,),
 }
 CHAT_LACKING = COMMON_LACKING | {"prompt": (), "fork": (), "echo": (False,)}

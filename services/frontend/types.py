@@ -138,4 +138,5 @@ class Output:
     stop_reason: int | str | None
     usage: Usage
     message: str = ""  # for people, when finish_reason is an error
+    thinking: bool = False  # the prompt ended inside of a thought
     prompt: bool = False  # the tokens are the prompt's, and the text is that of an echo (else empty)

@@ -15,7 +15,15 @@ from pydantic import ValidationError
 from proto.messages import SamplingParams
 from services.frontend.chat import check_messages
 from services.frontend.grammar import wanted_grammar
-from services.frontend.request import GenerateRequest, Limits, Prompt, ValidationFailed, limits_of
+from services.frontend.request import (
+    GenerateRequest,
+    Limits,
+    Prompt,
+    Reading,
+    ValidationFailed,
+    WantedGrammar,
+    limits_of,
+)
 from services.frontend.schema import (
     CHAT_LACKING,
     COMPLETION_LACKING,
@@ -23,6 +31,7 @@ from services.frontend.schema import (
     ChatBody,
     CompletionBody,
 )
+from services.frontend.tools import ToolFormat, tool_use
 
 __all__ = [
     "GenerateRequest",
@@ -95,6 +104,19 @@ def validate_chat(
     messages = check_messages(parsed.messages, limits.max_messages)
     logprobs = (parsed.top_logprobs or 0) if parsed.logprobs else -1
     prompt_logprobs = -1 if parsed.prompt_logprobs is None else parsed.prompt_logprobs
+    form = ToolFormat(limits.model.tool_format)
+    use = tool_use(parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls, form)
+    forced = use.grammar if use is not None else None
+    common = _common(parsed, limits, request_id, tenant, ignored, logprobs, prompt_logprobs, forced)
+    reading = None
+    if use is not None or limits.model.thinks:
+        reading = Reading(
+            tool_format=form,
+            tool_names=use.names if use is not None else (),
+            tool_required=forced is not None,
+            thoughts=limits.model.thinks and common["grammar"] is None,
+        )
+        common["skip_special_tokens"] = parsed.skip_special_tokens is True  # the tags may be special tokens
     return GenerateRequest(
         chat=True,
         messages=messages,
@@ -105,7 +127,9 @@ def validate_chat(
         max_field=max_field,
         show_prompt_logprobs=prompt_logprobs >= 0,
         details=details or logprobs >= 0 or prompt_logprobs >= 0,
-        **_common(parsed, limits, request_id, tenant, ignored, logprobs, prompt_logprobs),
+        tools=use.offered if use is not None else (),
+        reading=reading,
+        **common,
     )
 
 
@@ -193,6 +217,7 @@ def _common(
     ignored: int,
     logprobs: int,
     prompt_logprobs: int,
+    forced: WantedGrammar | None = None,
 ) -> dict[str, Any]:
     """What both kinds of request share."""
     n = parsed.n or 1
@@ -208,7 +233,7 @@ def _common(
     if parsed.min_tokens and max_tokens is not None and parsed.min_tokens > max_tokens:
         raise ValidationFailed(f"min_tokens ({parsed.min_tokens}) is over {max_field} ({max_tokens})", "min_tokens")
     options = parsed.stream_options
-    grammar = wanted_grammar(parsed)
+    grammar = wanted_grammar(parsed, forced)
     if grammar is not None and not limits.model.generation.eos_token_ids:
         raise ValidationFailed(
             f"{grammar.field} cannot be served: the model names no end-of-text token to end with", grammar.field

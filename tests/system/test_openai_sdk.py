@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Literal
 
@@ -157,3 +158,39 @@ def test_a_bad_schema_is_the_callers_error(client, model):
         )
     assert caught.value.param == "response_format.json_schema.schema"
     assert "wrong" in caught.value.message
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NAMED])
+def test_a_required_tool_is_called(client, model, tool_choice):
+    asked = {"model": model, "messages": MESSAGES, "tools": [TOOL], "tool_choice": tool_choice, "seed": 1}
+    answer = client.chat.completions.create(**asked, parallel_tool_calls=False, max_tokens=400)
+    (choice,) = answer.choices
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    assert not choice.message.content
+    with client.chat.completions.stream(**asked, parallel_tool_calls=False, max_tokens=400) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    assert streamed.finish_reason == "tool_calls"
+    assert streamed.message.tool_calls[0].function.arguments == call.function.arguments
+    cut = client.chat.completions.create(**asked, max_tokens=3)
+    assert cut.choices[0].finish_reason == "length"
+    told = [*MESSAGES, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+    again = client.chat.completions.create(model=model, messages=told, tools=[TOOL], max_tokens=8)
+    assert again.choices[0].finish_reason in ("stop", "length")

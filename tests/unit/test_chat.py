@@ -50,7 +50,7 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         ([{"content": "x"}], "messages[0].role"),
         ([{"role": "robot", "content": "x"}], "messages[0].role"),
         ([{"role": ["user"], "content": "x"}], "messages[0].role"),
-        ([*HELLO, {"role": "tool", "content": "x"}], "messages[1].role"),
+        ([*HELLO, {"role": "function", "content": "x"}], "messages[1].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
@@ -58,7 +58,7 @@ def test_text_parts_are_joined_and_developer_is_system() -> None:
         ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content[0].type"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls[0]"),
         ([{"role": "user", "content": "x", "name": 7}], "messages[0].name"),
     ],
 )

@@ -223,7 +223,7 @@ async def test_cached_tokens_are_told() -> None:
         (COMPLETIONS, {**COMPLETION, "temperature": True}, 400, "temperature"),
         (CHATS, {**CHAT, "logit_bias": {"300": 5}}, 400, "logit_bias"),
         (CHATS, {**CHAT, "messages": [{"role": "user", "content": "Hello" * 300}]}, 400, "messages"),
-        (CHATS, {**CHAT, "tools": [{}]}, 400, "tools"),
+        (CHATS, {**CHAT, "tools": [{}]}, 400, "tools[0].type"),
         (CHATS, [], 400, None),
         ("/tokenize", {"prompt": [5]}, 400, "prompt"),
         ("/detokenize", {"tokens": [-5]}, 400, "tokens"),

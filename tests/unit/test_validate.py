@@ -288,7 +288,7 @@ def test_refused_in_completions(fields: dict[str, Any], param: str) -> None:
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt": "x"}, "prompt"),
         ({"echo": True}, "echo"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
