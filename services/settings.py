@@ -365,12 +365,17 @@ class WorkerSettings(ServiceSettings, EngineSettings):
 class FrontendSettings(ServiceSettings, FrontSettings, RecoverySettings):
     """What signalbox-frontend can be told."""
 
+    share_ports: Annotated[
+        bool, "Listen on ports that other frontends of this engine listen on too; the system spreads connections."
+    ] = False
+
 
 @dataclass(frozen=True, kw_only=True)
 class UpSettings(FrontSettings, EngineSettings, QueueSettings, PolicySettings, EventSettings):
-    """What `signalbox up` can be told: all of it, for one scheduler, some workers and one frontend."""
+    """What `signalbox up` can be told: all of it, for one scheduler, some workers and some frontends."""
 
     workers: Annotated[int, "Worker processes.", Bounds(1, 256)] = 1
+    frontends: Annotated[int, "Frontend processes, which share the ports.", Bounds(1, 64)] = 1
     run_dir: Annotated[
         Path | None, "Folder of the ipc sockets and status files; none: a private one, removed at the end."
     ] = None

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,7 +61,7 @@ def run(settings: UpSettings) -> int:
     with Progress() as progress:
         model = find_model(settings.model, progress)
         build_engine(progress)
-        with run_folder(settings.run_dir) as run_dir:
+        with run_folder(settings.run_dir) as run_dir, chosen_ports(settings) as settings:
             effective = dataclasses.replace(
                 settings, run_dir=run_dir, model=str(model), served_model_name=settings.api_name
             )
@@ -86,6 +86,25 @@ def check_addresses(settings: UpSettings) -> None:
             raise SettingsError(
                 f"cannot listen on {address} ({reason}); choose another with {flag} HOST:PORT"
             ) from error
+
+
+@contextmanager
+def chosen_ports(settings: UpSettings) -> Iterator[UpSettings]:
+    """The same settings; where several frontends are to share a free port, with one that is kept for them."""
+    if settings.frontends == 1:
+        yield settings
+        return
+    with ExitStack() as held:
+        addresses = {}
+        for name, address in (("http", settings.http), ("grpc", settings.grpc)):
+            family, kind, protocol, _, where = socket.getaddrinfo(
+                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            keeper = held.enter_context(socket.socket(family, kind, protocol))
+            keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            keeper.bind(where)  # it never listens, so it gets no connections
+            addresses[name] = Address(address.host, keeper.getsockname()[1])
+        yield dataclasses.replace(settings, http=addresses["http"], grpc=addresses["grpc"])
 
 
 def find_model(model: str, progress: Progress) -> Path:
@@ -155,7 +174,7 @@ def narrowed(kind: type[Settings], settings: UpSettings, **more: Any) -> Setting
 
 
 def children_of(settings: UpSettings) -> list[Child]:
-    """The processes that serve: the scheduler, the workers, the frontend."""
+    """The processes that serve: the scheduler, the workers, the frontends."""
     shown = settings.log_format
     if shown is LogFormat.AUTO:
         shown = LogFormat.CONSOLE if sys.stderr.isatty() else LogFormat.JSON
@@ -164,7 +183,10 @@ def children_of(settings: UpSettings) -> list[Child]:
     services: list[SchedulerSettings | WorkerSettings | FrontendSettings] = [
         narrowed(SchedulerSettings, settings, name="0"),
         *(narrowed(WorkerSettings, settings, name=str(number), threads=threads) for number in range(settings.workers)),
-        narrowed(FrontendSettings, settings, name="0"),
+        *(
+            narrowed(FrontendSettings, settings, name=str(number), share_ports=settings.frontends > 1)
+            for number in range(settings.frontends)
+        ),
     ]
     kinds = {SchedulerSettings: "scheduler", WorkerSettings: "worker", FrontendSettings: "frontend"}
     return [Child(kinds[type(service)], service.name, arguments(service)) for service in services]
@@ -204,16 +226,18 @@ async def serve(settings: UpSettings, progress: Progress) -> int:
 
 
 async def wait_until_ready(run_dir: Path, children: Sequence[Child], progress: Progress) -> dict[str, str]:
-    """Wait for /ready to answer 200, telling what is still missing. Returns the addresses of the frontend."""
+    """Wait until every frontend is ready, telling what is still missing. Returns the addresses of the first."""
     while True:
         statuses = {f"{entry.service} {entry.name}": entry for entry in status.read_all(run_dir)}
         told = [f"{child}: {_state_of(statuses.get(str(child)))}" for child in children]
         progress.update("starting; " + ", ".join(told))
-        for entry in statuses.values():
-            if entry.service == "frontend" and "http" in entry.addresses:
-                with suppress(Unhealthy):
-                    if await asyncio.to_thread(http_status, Address.parse(entry.addresses["http"]), "/ready") == 200:
-                        return entry.addresses
+        fronts = [statuses.get(str(child)) for child in children if child.service == "frontend"]
+        others = all(front is not None and front.ready for front in fronts[1:])
+        if others and fronts[0] is not None and "http" in fronts[0].addresses:
+            with suppress(Unhealthy):
+                http = Address.parse(fronts[0].addresses["http"])
+                if await asyncio.to_thread(http_status, http, "/ready") == 200:
+                    return fronts[0].addresses
         await asyncio.sleep(POLL_INTERVAL)
 
 

@@ -39,10 +39,10 @@ class GrpcFront:
         await self.server.stop(grace)
 
 
-def options(max_request_bytes: int) -> list[tuple[str, int]]:
+def options(max_request_bytes: int, *, shared: bool) -> list[tuple[str, int]]:
     """Gateways ping idle connections every 30 s, which gRPC would take for abuse by default."""
     return [
-        ("grpc.so_reuseport", 0),  # else a second server on the port would silently take half of the calls
+        ("grpc.so_reuseport", int(shared)),  # else a second server on the port would silently take half of the calls
         ("grpc.max_receive_message_length", max_request_bytes),
         ("grpc.max_send_message_length", MAX_RESPONSE_BYTES),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -54,16 +54,17 @@ def options(max_request_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-async def check_address(address: Address) -> None:
+async def check_address(address: Address, *, shared: bool) -> None:
     """SettingsError with the system's reason when `address` cannot be had; gRPC would not tell it."""
     loop = asyncio.get_running_loop()
     try:
         found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, target = found[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
             probe.bind(target)
-            probe.listen(1)
+            if not shared:  # else it would be given connections
+                probe.listen(1)
     except OSError as error:
         reason = error.strerror or str(error)
         raise SettingsError(
@@ -73,8 +74,11 @@ async def check_address(address: Address) -> None:
 
 async def start_grpc(context: FrontendContext, address: Address) -> GrpcFront:
     """Listen at `address`; raises SettingsError when that is not possible."""
-    await check_address(address)
-    server = grpc.aio.server(options=options(context.settings.max_body), interceptors=[ParsingInterceptor(SERVICE)])
+    shared = context.settings.share_ports
+    await check_address(address, shared=shared)
+    server = grpc.aio.server(
+        options=options(context.settings.max_body, shared=shared), interceptors=[ParsingInterceptor(SERVICE)]
+    )
     services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     follower = ReadinessFollower(context.engine, services)
     servicer = GenerationServicer(context)

@@ -100,7 +100,7 @@ async def _serve(context: FrontendContext, engine: EngineClient, status_file: St
     http = Runner(build_app(context), handler_cancellation=True, access_log=None, shutdown_timeout=LAST_ANSWERS)
     await http.setup()
     try:
-        http_address = await _listen(http, settings.http)
+        http_address = await _listen(http, settings.http, settings.share_ports)
         grpc = await start_grpc(context, settings.grpc)
         grpc_address = Address(settings.grpc.host, grpc.port)
         await engine.start()
@@ -126,9 +126,9 @@ async def _serve(context: FrontendContext, engine: EngineClient, status_file: St
     log.info("frontend stopped")
 
 
-async def _listen(http: web.AppRunner, wanted: Address) -> Address:
+async def _listen(http: web.AppRunner, wanted: Address, shared: bool) -> Address:
     """Where HTTP listens; SettingsError when it cannot."""
-    site = web.TCPSite(http, wanted.host, wanted.port)
+    site = web.TCPSite(http, wanted.host, wanted.port, reuse_port=shared)
     try:
         await site.start()
     except OSError as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,6 +68,14 @@ class Up:
         return done.stdout
 
 
+def live(get: Callable[[str], str]) -> bool:
+    """Whether 8 new connections in a row are answered."""
+    try:
+        return all(get("/live") for _ in range(8))
+    except OSError:
+        return False
+
+
 @contextmanager
 def running(folder: Path, *options: str) -> Iterator[Up]:
     up = Up(folder, *options)
@@ -90,8 +100,9 @@ def test_up_serves_heals_and_leaves_nothing(tmp_path: Path, tiny_model: Path) ->
         said = up.output.read_text()
         assert "--kv-cache-memory 16MiB" in said
         client = next(line.strip() for line in said.splitlines() if " generate " in line)
+        client += " --temperature 0"  # a sampled answer may be empty
         assert up.run(client).strip() != ""
-        assert up.run('signalbox generate "found by itself" --max-tokens 4') != ""
+        assert up.run('signalbox generate "found by itself" --max-tokens 4 --temperature 0').strip() != ""
 
         first = up.pid("worker")
         os.kill(first, signal.SIGKILL)
@@ -104,6 +115,37 @@ def test_up_serves_heals_and_leaves_nothing(tmp_path: Path, tiny_model: Path) ->
         assert up.process.wait(30) == 0
         assert not any(exists(pid) for pid in pids)
         assert up.run_dirs == []
+
+
+def test_frontends_share_the_port_and_one_may_die(tmp_path: Path, tiny_model: Path) -> None:
+    options = ("--model", str(tiny_model), "--kv-cache-memory", "16MiB", "--grace-seconds", "5", "--frontends", "2")
+    with running(tmp_path, *options) as up:
+        up.wait_ready()
+        said = up.output.read_text()
+        base = next(line.split()[1] for line in said.splitlines() if line.strip().startswith("HTTP")).removesuffix(
+            "/v1"
+        )
+
+        def get(path: str) -> str:
+            with urllib.request.urlopen(base + path, timeout=20) as response:  # a connection for each
+                return response.read().decode()
+
+        def ended() -> bool:
+            return 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 24.0' in get("/metrics")
+
+        body = json.dumps({"prompt": "Hello", "max_tokens": 2, "ignore_eos": True}).encode()
+        for _ in range(24):
+            request = urllib.request.Request(f"{base}/v1/completions", body, {"content-type": "application/json"})
+            with urllib.request.urlopen(request, timeout=20) as response:
+                assert response.status == 200
+        wait_for(lambda: all(ended() for _ in range(8)), "every frontend shows the sum")
+        assert "signalbox_frontends 2.0" in get("/metrics")
+        first = up.pid("frontend")
+        os.kill(first, signal.SIGKILL)
+        wait_for(lambda: live(get), "the other one has the port to itself")  # connections to the dead one are reset
+        wait_for(lambda: up.pid("frontend") != first, "a new frontend", START_LIMIT)
+        up.process.send_signal(signal.SIGINT)
+        assert up.process.wait(30) == 0
 
 
 def test_nothing_is_left_when_up_is_killed(tmp_path: Path, tiny_model: Path) -> None:

@@ -1,5 +1,6 @@
 """`signalbox up`: what it checks before it starts, its run folder, and what it says."""
 
+import dataclasses
 import json
 import os
 import shlex
@@ -87,6 +88,23 @@ def test_children_get_their_part_of_the_settings(tmp_path: Path) -> None:
     assert told["--model"] == "/m"
     assert int(told["--threads"]) == max(1, len(os.sched_getaffinity(0)) // 2)
     assert up.narrowed(WorkerSettings, settings, name="0").run_dir == tmp_path
+
+
+def test_several_frontends_share_ports_that_are_kept_for_them(tmp_path: Path) -> None:
+    free = Address("127.0.0.1", 0)
+    settings = UpSettings(run_dir=tmp_path, frontends=2, http=free, grpc=free)
+    with up.chosen_ports(settings) as chosen:
+        assert chosen.http.port != chosen.grpc.port
+        assert 0 not in (chosen.http.port, chosen.grpc.port)
+        fronts = [child for child in up.children_of(chosen) if child.service == "frontend"]
+        assert [front.name for front in fronts] == ["0", "1"]
+        for front in fronts:
+            assert "--share-ports" in front.arguments
+            assert str(chosen.http) in front.arguments
+        with pytest.raises(SettingsError):
+            up.check_addresses(chosen)
+    with up.chosen_ports(UpSettings(http=free)) as alone:
+        assert "--no-share-ports" in up.children_of(dataclasses.replace(alone, run_dir=tmp_path))[-1].arguments
 
 
 def test_the_printed_lines_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
