@@ -308,6 +308,23 @@ def kernels(
     measurement.main(json=json)
 
 
+@bench_app.command()
+def faults(
+    *,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    runs: Annotated[int, typer.Option(min=1, help="How many runs to simulate.")] = 10_000,
+    first_seed: Annotated[int, typer.Option(min=0, help="Seed of the first run; the others follow.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Only this run, and its story.", show_default=False)] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Processes to use; default: one for each core.", show_default=False)
+    ] = None,
+) -> None:
+    """Simulate deaths, hangs, cuts and bad links: every stream must end with its undisturbed tokens."""
+    from services.bench.faults import campaign
+
+    raise typer.Exit(campaign.main(seed=seed, first_seed=first_seed, runs=runs, jobs=jobs, json=json))
+
+
 def _is_for_people(error: Exception) -> bool:
     """Whether an error is one line for the person at the terminal: a typed ValueError of our packages."""
     return isinstance(error, ValueError) and type(error).__module__.partition(".")[0] in OUR_PACKAGES

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from proto.messages import (
     SchedulerToFrontend,
     SchedulerToWorker,
     StepPlan,
+    StepResult,
     TokenFrame,
     Welcome,
 )
@@ -85,11 +86,12 @@ def _bytes(actions: Actions) -> list[tuple[str, bytes]]:
 class Told:
     """What a frontend was told of a sequence on its link. cursor: position after the last token; None: not known.
 
-    attached: the step of the last Add, until a range follows it: that one may begin before the cursor.
+    attached: the step of the last Add. fresh: no range has followed it; that one may begin before the cursor.
     """
 
     cursor: int | None
-    attached: int | None = None
+    attached: int = 0
+    fresh: bool = False
     ended: bool = False
 
 
@@ -106,9 +108,10 @@ class Audit:
         self.frames: dict[str, int] = {}  # frontend -> number of its last frame
         self.told: dict[tuple[str, int], Told] = {}
         self.overtaken: Counter[int] = Counter()  # by uid
-        self.in_flight: dict[tuple[str, int], set[int]] = {}  # (worker, epoch) -> uids
+        self.flights: dict[tuple[str, int], deque[tuple[int, set[int]]]] = {}  # plans without a result, and whose
         self.alone: Counter[int] = Counter()  # uid -> epochs that ended while it was alone in flight
-        self.poisoned = 0
+        self.wrong: list[StepResult] = []  # answers that are at odds with the books
+        self._must_reset: set[tuple[str, int]] = set()
         self.steps = 0
         self._waiting: list[Sequence] = []
 
@@ -121,22 +124,24 @@ class Audit:
             if isinstance(event, FromWorker):
                 if isinstance(event.message, Heartbeat):
                     self.confirmed[event.peer] = event.header.epoch
+                elif any(event.message is wrong for wrong in self.wrong):
+                    self._must_reset.add((event.peer, event.header.epoch))
             elif event.header.link == self.links.get(event.peer):
                 self._asked(event.peer, event.message)
         self._waiting = [one for one in self.state.waiting if one.source is None and one.held_since is None]
 
     def after(self, actions: Actions, now: float) -> None:
         """Check what goes out, and the state's clocks."""
-        self._note_lost()
         joined: list[int] = []
         for plan in actions.plans:
             if isinstance(plan.message, StepPlan):
                 self._plan(plan.peer, plan.header, plan.message)
                 joined += [join.sequence for join in plan.message.joins]
             elif isinstance(plan.message, Reset):
-                self.confirmed.pop(plan.peer, None)
                 self.note(f"{plan.peer} is given epoch {plan.header.epoch}")
-        self.in_flight = {(w.peer, w.epoch): self._uids(w.peer, w.epoch) for w in self.state.workers.values()}
+        self._follow_flights()
+        kept = [w for w in self.state.workers.values() if (w.peer, w.epoch) in self._must_reset]
+        _check(not kept, f"a worker whose report differs from the books keeps its epoch: {[w.peer for w in kept]}")
         self._queue(set(joined))
         for frame in actions.frames:
             self._frame(frame.peer, frame.header, frame.message)
@@ -170,22 +175,23 @@ class Audit:
             _check(join.row not in rows, f"row {join.row} is joined and taken")
             rows[join.row] = join.sequence
         _check(set(plan.rows.tolist()) <= rows.keys(), "a row is computed and holds nothing")
+        flights = self.flights.setdefault(key, deque())
+        flights.append((header.number, {rows[row] for row in plan.rows.tolist()}))
 
-    def _uids(self, peer: str, epoch: int) -> set[int]:
-        """Sequences in the plans in flight. A row's number stands in the flight, its uid was told by its Join."""
-        worker = self.state.workers[peer]
-        return {
-            worker.stay_of(int(number), int(row)).sequence.uid
-            for flight in worker.flights
-            for number, row in zip(flight.stays, flight.rows, strict=True)
-        }
-
-    def _note_lost(self) -> None:
-        """Whose epoch is over, and who was alone in it."""
-        now = {(worker.peer, worker.epoch) for worker in self.state.workers.values()}
-        for key in self.in_flight.keys() - now:
-            if len(self.in_flight[key]) == 1:
-                self.alone.update(self.in_flight[key])
+    def _follow_flights(self) -> None:
+        """Whose epoch is over, and who was alone in flight in it; forget the plans whose results are in."""
+        now = {(worker.peer, worker.epoch): worker for worker in self.state.workers.values()}
+        for key, flights in list(self.flights.items()):
+            worker = now.get(key)
+            if worker is None:
+                alone = set().union(*(uids for _, uids in flights))
+                if len(alone) == 1:
+                    self.alone.update(alone)
+                del self.flights[key]
+                continue
+            first = worker.flights[0].number if worker.flights else worker.next_number
+            while flights and flights[0][0] < first:
+                flights.popleft()
 
     # --- the queue ------------------------------------------------------------------------------------------------
 
@@ -213,7 +219,7 @@ class Audit:
     def _asked(self, peer: str, message: Message) -> None:
         if isinstance(message, Add):
             for start in message.sequences:
-                self.told[peer, start.sequence] = Told(start.delivered, attached=self.steps)
+                self.told[peer, start.sequence] = Told(start.delivered, self.steps, fresh=True)
         elif isinstance(message, Abort):
             for handle in message.sequences.tolist():
                 told = self.told.setdefault((peer, handle), Told(None))
@@ -240,11 +246,12 @@ class Audit:
             told = self.told.setdefault((peer, handle), Told(None))
             _check(not told.ended, f"tokens of sequence {handle} after its end")
             if told.cursor is not None and first != told.cursor:
-                if first > told.cursor and told.attached == self.steps:
+                now = told.attached == self.steps
+                if first > told.cursor and now:
                     continue  # on its way when the Add came in
-                fits = first < told.cursor and told.attached is not None
+                fits = first < told.cursor and (now or told.fresh)
                 _check(fits, f"sequence {handle} is sent from {first}, the frontend has {told.cursor}")
-            told.cursor, told.attached = first + length, None
+            told.cursor, told.fresh = first + length, False
         for end in message.ends:
             told = self.told.setdefault((peer, end.sequence), Told(None))
             _check(not told.ended, f"the end of sequence {end.sequence} is told twice")
@@ -257,7 +264,6 @@ class Audit:
         if reason is FinishReason.ERROR and "alone in flight" in message:
             one = self.state.sequences[peer, handle]
             _check(self.alone[one.uid] >= 2, f"taken for poison: {one.tell()}")
-            self.poisoned += 1
             self.note(f"refused as poison: {one.tell()}")
 
     # --- clocks ---------------------------------------------------------------------------------------------------

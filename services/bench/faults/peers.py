@@ -264,17 +264,23 @@ class SimSequence:
             return tokens[:before], FinishReason.NOT_FINITE
         return tokens, reason
 
-    def check(self) -> None:
-        """Raise StreamViolation unless it has ended with exactly its undisturbed tokens, or at the client's wish."""
-        tokens, reason = self.expected()
-        end = self.end
-        if end is None:
+    def check_prefix(self) -> tuple[End, list[int]]:
+        """Its end and the tokens that count. Raises StreamViolation if it has none, or they are not undisturbed."""
+        if self.end is None:
             raise StreamViolation(f"sequence {self.handle} has no end: {self.refused}")
-        got = self.outputs[: end.length - len(self.prompt)]
+        tokens, _ = self.expected()
+        got = self.outputs[: self.end.length - len(self.prompt)]
         if got != tokens[: len(got)]:
             raise StreamViolation(f"sequence {self.handle} has tokens {got}, undisturbed {tokens}")
+        return self.end, got
+
+    def check(self) -> None:
+        """Raise StreamViolation unless it has ended with exactly its undisturbed tokens, or at the client's wish."""
+        end, got = self.check_prefix()
+        tokens, reason = self.expected()
         finished = end.length == self.finish_at and end.reason is FinishReason.STOP
-        if end.reason is FinishReason.ABORTED or finished:
+        late = end.reason is FinishReason.DEADLINE and self.deadline is not None
+        if end.reason is FinishReason.ABORTED or finished or late:
             return
         if end.reason is not reason or got != tokens:
             raise StreamViolation(f"sequence {self.handle} ended {end}, expected {tokens} and {reason.name}; got {got}")

@@ -74,7 +74,7 @@ class StrictWorker:
         self.num_blocks = num_blocks
         self.max_rows = max_rows
         self.window = window
-        self.spoiled = spoiled or {}
+        self.spoiled = {} if spoiled is None else spoiled
         self.rows: dict[int, StrictRow] = {}
         self.memory: Int64 = np.zeros((num_blocks, block_size), np.int64)
         self.tables: Int64 = np.zeros(num_blocks, np.int64)  # in how many tables of rows a block stands

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -38,7 +38,8 @@ from services.bench.faults.audit import Engine
 from services.bench.faults.peers import FrontendNode, Process, SimSequence, WorkerNode
 from services.bench.faults.strict_worker import StrictWorker
 
-GRID = 0.001  # seconds
+GRID = 0.004  # seconds
+MAX_STEPS = 1000  # in one GRID, which a scheduler that asks to be called at once for ever exceeds
 STORY_LENGTH = 2000
 
 TO_PEERS = (*SCHEDULER_TO_FRONTEND, *SCHEDULER_TO_WORKER)
@@ -53,6 +54,10 @@ LOSABLE = (
 
 class NotDone(AssertionError):
     """Requests that should have ended have not."""
+
+
+class Leak(AssertionError):
+    """Something is held that nobody needs any more."""
 
 
 @dataclass(kw_only=True)
@@ -90,6 +95,8 @@ class World:
         self.sessions = count(1)
         self.engine: Engine | None = None  # None: the scheduler is dead
         self.scheduler_stopped_until = 0.0
+        self.counts: Counter[str] = Counter()  # faults, and messages that met one, by kind
+        self.hit: set[SimSequence] = set()  # open sequences with tokens when a fault came
         self.story: deque[tuple[float, str]] = deque(maxlen=STORY_LENGTH)
         self.steps = 0
         self.preemptions = 0
@@ -127,15 +134,22 @@ class World:
         """SIGKILL. Whether the scheduler notices the broken link, or only the silence, is drawn."""
         node = self.workers.pop(name, None)
         if node is not None:
-            self.note(f"worker {name} dies")
+            self._fault("worker killed", name)
             node.alive = False
             self._maybe_notice(name)
+
+    def raise_in_worker(self, name: str) -> None:
+        """An exception in the step that it executes, or would execute next."""
+        node = self.workers.get(name)
+        if node is not None and node.alive:
+            self._fault("worker raised", name)
+            node.fault("it raised", executing=True)
 
     def drain_worker(self, name: str) -> None:
         """SIGTERM: its last heartbeat says so."""
         node = self.workers.pop(name, None)
         if node is not None:
-            self.note(f"worker {name} is stopped in good order")
+            self._fault("worker drained", name)
             node.beat(Phase.STOPPING)
             node.alive = False
 
@@ -143,7 +157,7 @@ class World:
         """SIGKILL; its silence tells, or the broken link."""
         node = self.frontends.pop(name, None)
         if node is not None:
-            self.note(f"frontend {name} dies")
+            self._fault("frontend killed", name)
             node.alive = False
             self._maybe_notice(name)
 
@@ -151,19 +165,23 @@ class World:
         """SIGSTOP, and SIGCONT after so many seconds."""
         node = self._node(name)
         if node is not None:
-            self.note(f"{name} is stopped for {seconds:.2f} s")
+            self._fault("process stopped", f"{name} for {seconds:.2f} s")
             node.stopped_until = self.now + seconds
 
     def cut(self, name: str, seconds: float) -> None:
         """The link breaks, with what is on it, and stands again after so many seconds."""
+        if self._node(name) is not None:
+            self._fault("link cut", f"{name} for {seconds:.2f} s")
+            self._break(name, seconds)
+            self._maybe_notice(name)
+
+    def _break(self, name: str, seconds: float) -> None:
         node = self._node(name)
         if node is None:
             return
-        self.note(f"the link of {name} is cut for {seconds:.2f} s")
         self._breaks[name] = self._breaks.get(name, 0) + 1
         node.connected = False
         node.disconnect()
-        self._maybe_notice(name)
 
         def mend() -> None:
             node.connected = True
@@ -175,22 +193,27 @@ class World:
         """SIGKILL; a new one, which knows nothing, is up after so many seconds. Its links break."""
         if self.engine is None:
             return
-        self.note(f"the scheduler dies; the next one comes in {seconds:.2f} s")
+        self._fault("scheduler killed", f"for {seconds:.2f} s")
         self.preemptions += self.state.totals.preemptions
         self.engine = None
         self.inbox.clear()
         for name in (*self.workers, *self.frontends):
-            self.cut(name, seconds)
+            self._break(name, seconds)
         self.at(seconds, self._start_scheduler)
 
     def stop_scheduler(self, seconds: float) -> None:
         """SIGSTOP, and SIGCONT after so many seconds."""
-        self.note(f"the scheduler is stopped for {seconds:.2f} s")
+        self._fault("scheduler stopped", f"for {seconds:.2f} s")
         self.scheduler_stopped_until = self.now + seconds
 
     def _start_scheduler(self) -> None:
         state = SchedulerState(self.config, session=next(self.sessions), now=self.now)
         self.engine = Engine(state, self.note, twin=self.twin, validate_every=self.validate_every)
+
+    def _fault(self, kind: str, what: str) -> None:
+        self.counts[kind] += 1
+        self.note(f"{kind}: {what}")
+        self.hit.update(one for one in self.sequences if one.open and one.outputs)
 
     def _maybe_notice(self, name: str) -> None:
         if self.random.random() < 0.5:
@@ -226,7 +249,7 @@ class World:
         if self.deadly[fatal[0]]:
             self.kill_worker(worker.name)
         else:
-            self.note(f"worker {worker.name} raises")
+            self._fault("worker raised", worker.name)
             worker.fault("it raised", executing=True)
         return True
 
@@ -235,7 +258,7 @@ class World:
         if worker.name not in self.at_odds or not len(result.rows):
             return result
         self.at_odds.discard(worker.name)
-        self.note(f"the next answer of {worker.name} is wrong")
+        self._fault("wrong report", worker.name)
         freed = result.freed[0]
         row = result.rows[:1]
         wrong = replace(
@@ -244,7 +267,10 @@ class World:
             counts=int32([*freed.counts, 1]),
             ids=int32([*freed.ids, worker.worker.num_blocks - 1]),
         )
-        return replace(result, freed=(wrong,))
+        result = replace(result, freed=(wrong,))
+        if self.engine is not None:
+            self.engine.audit.wrong.append(result)
+        return result
 
     def to_scheduler(self, peer: str, event: Event) -> None:
         """A message goes to the scheduler."""
@@ -266,7 +292,7 @@ class World:
         if node is not None and not node.connected:
             return
         if noise.loss and isinstance(message, LOSABLE) and self.random.random() < noise.loss:
-            self.note(f"lost: {type(message).__name__} {' '.join(link)}")
+            self._disturb("lost", link, message)
             return
         broken = self._breaks.get(name, 0)
 
@@ -276,24 +302,33 @@ class World:
 
         arrival = max(self._link_times.get(link, 0.0), self.now + self.random.random() * self.max_delay)
         if noise.overtake and self.random.random() < noise.overtake:
-            self.note(f"overtaken: {type(message).__name__} {' '.join(link)}")
+            self._disturb("overtaken", link, message)
             arrival += self.random.random() * 5 * self.max_delay
         else:
             self._link_times[link] = arrival
         arrival = math.ceil(arrival / GRID) * GRID
         heapq.heappush(self._queue, (arrival, next(self._order), arrive))
         if noise.twice and self.random.random() < noise.twice:
-            self.note(f"twice: {type(message).__name__} {' '.join(link)}")
+            self._disturb("twice", link, message)
             heapq.heappush(self._queue, (arrival + self.random.random() * self.max_delay, next(self._order), arrive))
+
+    def _disturb(self, kind: str, link: tuple[str, str], message: Message | None) -> None:
+        self.counts[f"messages {kind}"] += 1
+        self.note(f"{kind}: {type(message).__name__} {' '.join(link)}")
 
     # --- running --------------------------------------------------------------------------------------------------
 
     def run(self, until: Callable[[], bool], limit: float = 600.0) -> None:
         """Pass virtual time until the condition holds. Raises NotDone when it does not within `limit` seconds."""
         deadline = self.now + limit
+        began, at = self.now, 0
         while not until():
             if self.now > deadline:
                 raise NotDone(f"not done after {limit:g} virtual seconds: {self._stuck()}")
+            if self.now > began + GRID:
+                began, at = self.now, self.steps
+            elif self.steps > at + MAX_STEPS:
+                raise NotDone(f"over {MAX_STEPS} steps within {GRID:g} s: {self._stuck()}")
             self.step()
 
     def step(self) -> None:
@@ -333,15 +368,16 @@ class World:
         return idle and not self.state.sequences
 
     def assert_no_leaks(self) -> None:
-        """No block has a holder, no row a sequence, on either side."""
+        """No block has a holder, no row a sequence, on either side. Raises Leak."""
         self.state.validate()
         for worker in self.state.workers.values():
-            assert worker.pool.used == 0
-            assert worker.num_running == 0
+            if worker.pool.used or worker.num_running:
+                raise Leak(f"{worker.pool.used} blocks of {worker.peer} are held, {worker.num_running} rows")
             node = self.workers.get(worker.peer)
-            assert node is None or not node.worker.rows
-        assert len(self.state.waiting) == 0
-        assert self.state.waiting_tokens == 0
+            if node is not None and node.epoch == worker.header(self.state.session) and node.worker.rows:
+                raise Leak(f"{node.name} holds rows {list(node.worker.rows)}")
+        if len(self.state.waiting) or self.state.waiting_tokens:
+            raise Leak(f"{len(self.state.waiting)} sequences wait")
 
     def total_preemptions(self) -> int:
         """Of all incarnations of the scheduler."""
