@@ -9,10 +9,11 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvpool.pool import BlockPool, PoolError
-from proto.messages import FrontendToScheduler, Header, StepResult
+from proto.messages import StepResult
 from scheduler import admission, advance, delivery, lifecycle, planner, requests, results, workers
 from scheduler.events import FromWorker
 from scheduler.state import Link, SchedulerState, Worker
@@ -77,7 +78,7 @@ def a_partial_block_is_shared_without_a_copy(patch: Patch) -> None:
             copy, pool = builder.copies.pop(), builder.worker.pool
             pool.release([copy.target])
             pool.share([copy.source])
-            blocks[-1] = copy.source
+            blocks[-1:] = copy.source
         return blocks, whole, last
 
     patch.setattr(admission, "_adopt", share)
@@ -102,8 +103,8 @@ def a_copy_is_forgotten(patch: Patch) -> None:
 def a_block_is_cached_before_it_is_retired(patch: Patch) -> None:
     register = lifecycle.register_blocks
 
-    def early(state: Any, worker: Worker, stay: Any, retired: int) -> None:
-        register(state, worker, stay, min(int(worker.batch.issued[stay.row]), int(worker.batch.known[stay.row])))
+    def early(state: Any, worker: Worker, rows: Any, retired: Any) -> None:
+        register(state, worker, rows, np.minimum(worker.batch.issued[rows], worker.batch.known[rows]))
 
     patch.setattr(results, "register_blocks", early)
     patch.setattr(lifecycle, "register_blocks", early)
@@ -111,11 +112,13 @@ def a_block_is_cached_before_it_is_retired(patch: Patch) -> None:
 
 @plant
 def a_hit_covers_the_last_known_token(patch: Patch) -> None:
-    def all_of_them(worker: Worker, sequence: Any) -> list[int]:
-        digests = sequence.prefix_digests(sequence.tokens, worker.pool.block_size, worker.weights_version)
-        return worker.pool.prefix.match(digests)
+    look = admission._look
 
-    patch.setattr(admission, "cached_blocks", all_of_them)
+    def all_of_them(builder: planner.PlanBuilder, sequence: Any) -> Any:
+        offer = look(builder, sequence)
+        return replace(offer, hits=builder.worker.pool.prefix.match(sequence.digests)) if offer.hits else offer
+
+    patch.setattr(admission, "_look", all_of_them)
 
 
 @plant
@@ -153,13 +156,13 @@ def a_result_is_applied_to_the_current_membership(patch: Patch) -> None:
 
 @plant
 def a_tombstone_is_dropped_too_early(patch: Patch) -> None:
-    leave = lifecycle._leave_row
+    leave = lifecycle._leave_rows
 
-    def forget(state: Any, sequence: Any, worker: Worker) -> None:
-        leave(state, sequence, worker)
+    def forget(state: Any, worker: Worker, stays: Any) -> None:
+        leave(state, worker, stays)
         worker.departed.clear()
 
-    patch.setattr(lifecycle, "_leave_row", forget)
+    patch.setattr(lifecycle, "_leave_rows", forget)
 
 
 @plant
@@ -247,7 +250,7 @@ def a_long_wait_gives_no_right(patch: Patch) -> None:
 
 @plant
 def a_choice_is_left_to_chance(patch: Patch) -> None:
-    patch.setattr(admission, "_choose", lambda takers, sequence: random.choice(takers))
+    patch.setattr(admission, "_choose", lambda offers, sequence: random.choice(offers))
 
 
 # --- delivery and ends ----------------------------------------------------------------------------------------------
@@ -304,20 +307,6 @@ def a_lost_frontends_blocks_are_kept(patch: Patch) -> None:
 
 
 @plant
-def an_old_link_is_heard(patch: Patch) -> None:
-    handle = requests.on_frontend
-
-    def lenient(state: SchedulerState, event: Any, now: float) -> Any:
-        frontend = state.frontends.get(event.peer)
-        message: FrontendToScheduler = event.message
-        if frontend is not None and event.header.link:
-            event = replace(event, header=Header(session=state.session, link=frontend.link), message=message)
-        return handle(state, event, now)
-
-    patch.setattr(advance, "on_frontend", lenient)
-
-
-@plant
 def a_deadline_is_ignored(patch: Patch) -> None:
     patch.setattr(advance, "check_deadlines", lambda state, now: None)
 
@@ -328,9 +317,12 @@ def a_finished_length_is_ignored(patch: Patch) -> None:
     patch.setattr(requests, "end", lambda *args, length=None, **more: end(*args, **more))
 
 
+FIRST = {"a_long_wait_gives_no_right": 34}  # where the search begins, for bugs that few runs show
+
+
 @pytest.mark.parametrize("bug", PLANTS)
 def test_a_planted_bug_is_caught(bug: str, monkeypatch: Patch) -> None:
     random.seed(1)
     PLANTS[bug](monkeypatch)
-    caught = next((o for seed in range(STRICT) if (o := run(seed, twin=True, validate_every=1)).error), None)
-    assert caught is not None, f"{STRICT} runs pass with this bug: {bug}"
+    seeds = [(FIRST.get(bug, 0) + number) % STRICT for number in range(STRICT)]
+    assert any(run(seed, twin=True, validate_every=1).error for seed in seeds), f"{STRICT} runs pass with this bug"

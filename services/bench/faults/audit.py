@@ -11,6 +11,7 @@ from proto.codec import encode
 from proto.messages import (
     Abort,
     Add,
+    Finish,
     FinishReason,
     Header,
     Heartbeat,
@@ -101,11 +102,12 @@ class Audit:
     def __init__(self, state: SchedulerState, note: Callable[[str], object]) -> None:
         self.state = state
         self.note = note
-        self.confirmed: dict[str, int] = {}  # worker -> the epoch of its last heartbeat
+        self.confirmed: set[tuple[str, int]] = set()  # (worker, epoch) of heartbeats that came in
         self.issued: dict[tuple[str, int], int] = {}  # (worker, epoch) -> number of the last plan
         self.rows: dict[tuple[str, int], dict[int, int]] = {}  # (worker, epoch) -> row -> uid
         self.links: dict[str, int] = {}
         self.frames: dict[str, int] = {}  # frontend -> number of its last frame
+        self.finishes: dict[tuple[str, int], int] = {}  # where the frontend found the end
         self.told: dict[tuple[str, int], Told] = {}
         self.overtaken: Counter[int] = Counter()  # by uid
         self.flights: dict[tuple[str, int], deque[tuple[int, set[int]]]] = {}  # plans without a result, and whose
@@ -123,7 +125,7 @@ class Audit:
                 continue
             if isinstance(event, FromWorker):
                 if isinstance(event.message, Heartbeat):
-                    self.confirmed[event.peer] = event.header.epoch
+                    self.confirmed.add((event.peer, event.header.epoch))
                 elif any(event.message is wrong for wrong in self.wrong):
                     self._must_reset.add((event.peer, event.header.epoch))
             elif event.header.link == self.links.get(event.peer):
@@ -159,7 +161,7 @@ class Audit:
         state, key = self.state, (peer, header.epoch)
         worker = state.workers[peer]
         _check(header.epoch == worker.epoch, "a plan of another epoch than the worker's")
-        _check(self.confirmed.get(peer) == header.epoch, "a plan of an epoch that the worker has not confirmed")
+        _check(key in self.confirmed, "a plan of an epoch that the worker has not confirmed")
         _check(header.number == self.issued.get(key, 0) + 1, "plan numbers do not rise by one")
         self.issued[key] = header.number
         budget = min(state.config.max_num_batched_tokens, worker.hello.max_step_tokens)
@@ -224,6 +226,9 @@ class Audit:
             for handle in message.sequences.tolist():
                 told = self.told.setdefault((peer, handle), Told(None))
                 told.ended = False
+        elif isinstance(message, Finish):
+            key = (peer, message.sequence)
+            self.finishes[key] = min(message.length, self.finishes.get(key, message.length))
 
     def _frame(self, peer: str, header: Header, message: Message) -> None:
         if isinstance(message, Welcome):
@@ -256,6 +261,9 @@ class Audit:
             told = self.told.setdefault((peer, end.sequence), Told(None))
             _check(not told.ended, f"the end of sequence {end.sequence} is told twice")
             _check(told.cursor is None or told.cursor >= end.length, f"sequence {end.sequence} ends with tokens unsent")
+            if end.reason is FinishReason.STOP and end.stop_id < 0:
+                length = self.finishes.get((peer, end.sequence), -1)
+                _check(end.length <= length, f"sequence {end.sequence} was finished at {length}, not at {end.length}")
             told.ended = True
             self._poison(peer, end.sequence, end.reason, end.message)
 
