@@ -10,6 +10,7 @@ import numpy as np
 from proto.messages import Copy, Int32, int32
 from scheduler.errors import SchedulerError
 from scheduler.lifecycle import admit
+from scheduler.quarantine import isolated_worker, may_join
 from scheduler.sequence import Sequence, Status
 from scheduler.state import SchedulerState, Worker
 
@@ -40,10 +41,15 @@ def admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
     if not state.waiting or not any(builder.has_room for builder in builders):
         return
     blocked: list[Sequence] = []
+    isolated = isolated_worker(state) if state.suspects else None
     for sequence in state.waiting.candidates(LOOKAHEAD):
         takers = [builder for builder in builders if builder.has_room]
         if not takers:
             break
+        if state.suspects:
+            takers = [builder for builder in takers if may_join(sequence, builder.worker, isolated)]
+            if not takers:
+                continue
         if _waits_for_source(state, sequence):
             continue
         offers = [_look(builder, sequence) for builder in takers]

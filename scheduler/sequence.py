@@ -76,6 +76,7 @@ class Sequence:
     weights_version: int = 0
     logprobs: list[LogprobEntry] = field(default_factory=list)
     status: Status = Status.NEW
+    deaths: int = 0  # of workers, with this sequence in flight
     row: int = -1
     worker: str = ""
     bypassed: int = 0  # sequences that were admitted while this one did not fit

@@ -81,6 +81,7 @@ class Worker:
     steady: Steady | None = None  # while every row decodes and the membership does not change
     flights: deque[Flight] = field(default_factory=deque)
     next_number: int = 1
+    plan_faults: int = 0  # plans that it could not apply since its last result
     step_time: StepTime = field(default_factory=StepTime)
 
     @classmethod
@@ -225,6 +226,7 @@ class SchedulerState:
         self.no_worker_since: float | None = now
         self.next_beat = now
         self.told_ready: bool | None = None
+        self.suspects: dict[int, Sequence] = {}  # by uid: see quarantine.py
         self.recheck = False  # workers changed: what waits may not fit any more
         self.tokens_per_second = 0.0  # sampled, smoothed over plans
         self.computed_per_second = 0.0  # the same for all tokens that a worker computes, prompts too

@@ -20,10 +20,11 @@ from scheduler.batch import Stay
 from scheduler.errors import LedgerError
 from scheduler.events import FromWorker, Outgoing
 from scheduler.lifecycle import end, orphan
+from scheduler.quarantine import MAX_LONE_DEATHS, suspect
 from scheduler.results import apply_result
 from scheduler.state import Link, SchedulerState, Worker
 
-MAX_LONE_DEATHS = 2  # a request that was alone in flight at so many worker deaths is taken for their cause
+MAX_PLAN_FAULTS = 3  # from so many in a row on, a plan that cannot be applied counts as one that fails
 
 Replies = list[Outgoing[SchedulerToWorker]]
 
@@ -48,8 +49,9 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
         case Heartbeat():
             _confirm(state, worker)
         case WorkerFault():
-            if message.executing:
-                _suspect(worker)
+            worker.plan_faults += 1
+            if message.executing or worker.plan_faults >= MAX_PLAN_FAULTS:
+                suspect(state, worker)
             return reset(state, worker, f"worker fault: {message.message}", now)
         case GrammarReady():
             for stay in _stays_of(worker, message.sequences.tolist()):
@@ -62,6 +64,7 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
                 apply_result(state, worker, event.header, message, now)
             except LedgerError as error:
                 return reset(state, worker, str(error), now)
+            worker.plan_faults = 0
     return []
 
 
@@ -78,7 +81,7 @@ def reset(state: SchedulerState, worker: Worker, cause: str, now: float) -> Repl
 def lose(state: SchedulerState, worker: Worker, cause: str, now: float, *, died: bool = True) -> None:
     """The worker is dead or cut off."""
     if died:
-        _suspect(worker)
+        suspect(state, worker)
     _orphan_all(state, worker, cause, now)
     del state.workers[worker.peer]
     state.totals.worker_losses += 1
@@ -167,14 +170,6 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
 def _stays_of(worker: Worker, uids: list[int]) -> list[Stay]:
     """The stays of the sequences with these uids; those that have left are passed over."""
     return [stay for stay in worker.batch.stays if stay is not None and stay.sequence.uid in uids]
-
-
-def _suspect(worker: Worker) -> None:
-    """Count a death against the sequence that was alone in flight; of several, nobody knows which it was."""
-    suspects = {number: row for flight in worker.flights for number, row in zip(flight.stays, flight.rows, strict=True)}
-    if len(suspects) == 1:
-        [(number, row)] = suspects.items()
-        worker.stay_of(int(number), int(row)).sequence.lone_deaths += 1
 
 
 def _orphan_all(state: SchedulerState, worker: Worker, cause: str, now: float) -> None:

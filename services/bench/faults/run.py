@@ -19,6 +19,7 @@ MAX_FAULTS = 3
 SPREAD = 0.6  # seconds over which requests arrive
 LAST_FAULT = 1.0
 BUSY = 1.5  # seconds within which everything that is drawn has begun
+GRID = 0.004  # seconds: see World
 PATIENCE = 120.0  # virtual seconds after which a run that is not done counts as hanging
 NUM_WORKERS = (*(1, 1, 1, 1, 2, 2, 2, 2, 3) * 4, 4, 5, 8, 64)
 SHARES = (0.0, 0.0, 0.0, 0.005, 0.02)  # of messages that the noise meets
@@ -96,7 +97,7 @@ def draw(seed: int, *, twin: bool = False, validate_every: int = 25) -> World:
         recovery_timeout=60.0,
     )
     delay = rng.choice((0.003, 0.01, 0.03))
-    world = World(rng.getrandbits(32), config, max_delay=delay, twin=twin, validate_every=validate_every)
+    world = World(rng.getrandbits(32), config, max_delay=delay, twin=twin, validate_every=validate_every, grid=GRID)
     world.noise = Noise(loss=rng.choice(SHARES), twice=rng.choice(SHARES), overtake=rng.choice(SHARES))
     options = {
         "window": rng.randint(1, 4),

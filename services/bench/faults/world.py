@@ -1,7 +1,7 @@
 """The world of a simulated run: the real scheduler, simulated processes, and links with delays and faults.
 
 Everything is drawn from one seed and time is virtual, so a run can be had again. Events that arrive within one
-`GRID` are handed to the scheduler together, as its poll does.
+`grid` are handed to the scheduler together, as its poll does.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from services.bench.faults.audit import Engine
 from services.bench.faults.peers import FrontendNode, Process, SimSequence, WorkerNode
 from services.bench.faults.strict_worker import StrictWorker
 
-GRID = 0.004  # seconds
-MAX_STEPS = 1000  # in one GRID, which a scheduler that asks to be called at once for ever exceeds
+MAX_STEPS, SPIN = (
+    2000,
+    0.001,
+)  # so many steps within so many seconds: a scheduler that asks for a call at once, for ever
 STORY_LENGTH = 2000
 
 TO_PEERS = (*SCHEDULER_TO_FRONTEND, *SCHEDULER_TO_WORKER)
@@ -70,7 +72,7 @@ class Noise:
 
 
 class World:
-    """The engine and its clock. `twin`, `validate_every`: see Engine."""
+    """The engine and its clock. `twin`, `validate_every`: see Engine. `grid`: in seconds."""
 
     def __init__(
         self,
@@ -80,10 +82,12 @@ class World:
         max_delay: float = 0.02,
         twin: bool = False,
         validate_every: int = 3,
+        grid: float = 0.0,
     ) -> None:
         self.random = random.Random(seed)
         self.config = config or SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_chunk=16)
         self.max_delay = max_delay
+        self.grid = grid
         self.now = 0.0
         self.noise = Noise()
         self.workers: dict[str, WorkerNode] = {}
@@ -248,6 +252,9 @@ class World:
             return False
         if self.deadly[fatal[0]]:
             self.kill_worker(worker.name)
+            node = worker.worker
+            options = {"num_blocks": node.num_blocks, "block_size": node.block_size, "max_rows": node.max_rows}
+            self.at(0.1, lambda: self.add_worker(f"{worker.name}+", window=node.window, **options))
         else:
             self._fault("worker raised", worker.name)
             worker.fault("it raised", executing=True)
@@ -306,7 +313,8 @@ class World:
             arrival += self.random.random() * 5 * self.max_delay
         else:
             self._link_times[link] = arrival
-        arrival = math.ceil(arrival / GRID) * GRID
+        if self.grid:
+            arrival = math.ceil(arrival / self.grid) * self.grid
         heapq.heappush(self._queue, (arrival, next(self._order), arrive))
         if noise.twice and self.random.random() < noise.twice:
             self._disturb("twice", link, message)
@@ -325,10 +333,10 @@ class World:
         while not until():
             if self.now > deadline:
                 raise NotDone(f"not done after {limit:g} virtual seconds: {self._stuck()}")
-            if self.now > began + GRID:
+            if self.now > began + SPIN:
                 began, at = self.now, self.steps
             elif self.steps > at + MAX_STEPS:
-                raise NotDone(f"over {MAX_STEPS} steps within {GRID:g} s: {self._stuck()}")
+                raise NotDone(f"over {MAX_STEPS} steps within {SPIN:g} s: {self._stuck()}")
             self.step()
 
     def step(self) -> None:

@@ -1,0 +1,53 @@
+"""Who may have caused the deaths of workers: such sequences are resumed alone, one at a time, until one is found out.
+
+At a death all sequences in flight are suspected; nobody knows which it was. One that was there at a second death is in
+quarantine: it takes a row only of an empty worker, which nobody joins before it has sampled a token. The guilty one
+is then alone in flight when the next worker dies; innocent ones have lost a moment.
+"""
+
+from __future__ import annotations
+
+from scheduler.sequence import Sequence, Status
+from scheduler.state import SchedulerState, Worker
+
+DEATHS = 2  # as many make a suspect
+MAX_LONE_DEATHS = 2  # a request that was alone in flight at so many is taken for their cause
+
+
+def suspect(state: SchedulerState, worker: Worker) -> None:
+    """A worker failed while it computed: count that against the sequences in flight."""
+    in_flight = [pair for flight in worker.flights for pair in zip(flight.stays, flight.rows, strict=True)]
+    rows = {int(number): int(row) for number, row in in_flight}
+    for number, row in rows.items():
+        sequence = worker.stay_of(number, row).sequence
+        sequence.deaths += 1
+        sequence.lone_deaths += len(rows) == 1
+        if sequence.deaths >= DEATHS:
+            state.suspects[sequence.uid] = sequence
+
+
+def isolated_worker(state: SchedulerState) -> str | None:
+    """Identity of the worker that nobody else may join: it runs a suspect, or is emptied for one. None: there is none.
+
+    Clears those that have shown themselves innocent by a token that they sampled alone.
+    """
+    for uid, sequence in list(state.suspects.items()):
+        if sequence.status is Status.RUNNING:
+            batch = state.workers[sequence.worker].batch
+            if batch.known[sequence.row] == len(sequence.tokens):
+                return sequence.worker
+            sequence.deaths = DEATHS - 1
+        elif sequence.status is Status.WAITING:
+            continue
+        del state.suspects[uid]
+    ready = list(state.ready_workers)
+    if not state.suspects or not ready:
+        return None
+    return min(ready, key=lambda worker: (worker.num_running, worker.peer)).peer
+
+
+def may_join(sequence: Sequence, worker: Worker, isolated: str | None) -> bool:
+    """Whether the quarantine lets this sequence take a row of this worker."""
+    if sequence.deaths >= DEATHS:
+        return worker.peer == isolated and worker.num_running == 0
+    return worker.peer != isolated

@@ -1,0 +1,66 @@
+"""Requests that kill their workers, and their innocent neighbours."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from proto.messages import FinishReason, WorkerFault
+from scheduler.events import FromWorker
+from scheduler.quarantine import MAX_LONE_DEATHS
+from scheduler.workers import MAX_PLAN_FAULTS
+from services.bench.faults.peers import SimSequence
+from services.bench.faults.world import World
+from tests.sim.test_simulation import CONFIG
+
+
+@pytest.mark.parametrize("kills", [True, False], ids=["kills", "raises"])
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_only_the_guilty_one_is_refused(seed: int, workers: int, kills: bool) -> None:
+    world = World(seed, CONFIG, twin=True, validate_every=1)
+    for number in range(workers):
+        world.add_worker(f"w{number}", num_blocks=120, window=1 + seed % 3)
+    frontend = world.add_frontend("f0")
+    rng = world.random
+    streams = [
+        SimSequence(handle=h, seed=rng.getrandbits(48), prompt=[rng.randrange(1000) for _ in range(12)], max_length=40)
+        for h in range(1, 9)
+    ]
+    guilty = streams[seed]
+    world.deadly[guilty.seed] = kills
+    for one in streams:
+        world.at(0.1 + rng.random() * 0.02, partial(frontend.submit, one))
+    world.run(lambda: world.now > 1 and world.finished(), limit=60)
+    world.assert_no_leaks()
+    for one in streams:
+        if one is not guilty:
+            one.check()
+    assert guilty.end is not None
+    assert guilty.end.reason is FinishReason.ERROR
+    assert f"failed {MAX_LONE_DEATHS} times with this sequence alone" in guilty.end.message
+    assert world.counts["worker killed"] + world.counts["worker raised"] <= 2 + MAX_LONE_DEATHS
+
+
+def test_a_plan_that_can_never_be_applied_ends_its_request_and_not_the_engine() -> None:
+    world = World(1, CONFIG)
+    node = world.add_worker("w0", num_blocks=40)
+    frontend = world.add_frontend("f0")
+    faults = 0
+
+    def refuse(worker: object, plan: object) -> bool:
+        nonlocal faults
+        faults += 1
+        node.epoch = None
+        node.worker.reset()
+        world.to_scheduler("w0", FromWorker("w0", node.header, WorkerFault(message="it does not fit")))
+        return True
+
+    world.dies_at = refuse  # type: ignore[method-assign, assignment]
+    one = SimSequence(handle=1, seed=5, prompt=[1, 2, 3], max_length=30)
+    world.at(0.1, partial(frontend.submit, one))
+    world.run(lambda: one.end is not None, limit=30)
+    assert one.end is not None
+    assert one.end.reason is FinishReason.ERROR
+    assert faults == MAX_PLAN_FAULTS + MAX_LONE_DEATHS - 1
