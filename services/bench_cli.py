@@ -25,7 +25,9 @@ def register(app: typer.Typer) -> None:
 def trace(
     *,
     json: Json = False,
-    num_requests: Annotated[int, typer.Option("--requests", min=50, help="Requests of the trace.")] = 10_000,
+    num_requests: Annotated[
+        int, typer.Option("--requests", min=50, help="How many; a few hundred do not fill the pool for long.")
+    ] = 10_000,
     seed: Annotated[int, typer.Option(help="Of the traffic.")] = 1,
     rate: Annotated[
         float, typer.Option(min=0.1, help="Arrivals per second; from about 11 on more than can be served.")
@@ -50,7 +52,9 @@ def long_prompt(
         bool, typer.Option("--real", help="Let a real worker compute, and measure its steps. Keep the machine quiet.")
     ] = False,
     model: Annotated[str, typer.Option(help="For --real: a name in the store, or a path.")] = DEFAULT_MODEL,
-    threads: Annotated[int, typer.Option(min=0, help="For --real: threads that compute; 0: all usable cores.")] = 0,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="For --real, where the machine is busy: one thread, and its CPU time.")
+    ] = False,
 ) -> None:
     """Show what a long prompt does to the answers under way: in one piece, and in chunks."""
     from services.bench import long_prompt as measurement
@@ -60,7 +64,7 @@ def long_prompt(
         # By name: only worker processes may reach torch, and for once this is one.
         timed_worker = importlib.import_module("services.timed_worker")
         tokens = (length or REAL_LENGTH) + measurement.NUM_DECODES
-        engine = timed_worker.load_worker(model, max_step_tokens=tokens, threads=threads)
+        engine = timed_worker.load_worker(model, max_step_tokens=tokens, cpu_time=cpu_time)
         scene = replace(scene, engine=engine, length=REAL_LENGTH, arrival=REAL_ARRIVAL)
     scene = replace(scene, length=length or scene.length)
     raise typer.Exit(measurement.main(scene, json=json))

@@ -37,7 +37,8 @@ class TimedWorker:
         return replace(result, seconds=self.clock() - started)
 
 
-def load_worker(model: str, max_step_tokens: int, threads: int) -> TimedWorker:
-    """The served model, as `signalbox-worker` loads it. SettingsError, ModelError and StoreError are for people."""
-    settings = WorkerSettings(model=model, max_num_batched_tokens=max_step_tokens, threads=threads)
-    return TimedWorker(load(settings))
+def load_worker(model: str, max_step_tokens: int, *, cpu_time: bool) -> TimedWorker:
+    """The served model, as `signalbox-worker` loads it. cpu_time: it computes with one thread, and a step takes the CPU
+    time of this process. SettingsError, ModelError and StoreError are for people."""
+    settings = WorkerSettings(model=model, max_num_batched_tokens=max_step_tokens, threads=1 if cpu_time else 0)
+    return TimedWorker(load(settings), time.process_time if cpu_time else time.perf_counter)
