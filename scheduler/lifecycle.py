@@ -115,6 +115,7 @@ def _conclude(
 ) -> None:
     """The terminal event of a sequence that neither waits nor runs any more."""
     sequence.move(Status.ENDED, cause, now)
+    sequence.source = None  # else a chain of forks would keep all that it ever went through
     state.tenants.leave(sequence.tenant_index)
     sequence.end = End(
         sequence=sequence.handle,

@@ -277,3 +277,16 @@ def test_a_long_prompt_does_not_hold_up_the_decodes_that_have_a_target() -> None
     _, unchunked = gaps(target=None, chunk=8192)
     assert chunked <= 2 * undisturbed
     assert unchunked > 50 * undisturbed
+
+
+def test_an_ended_fork_lets_go_of_what_it_was_forked_from() -> None:
+    world, frontend = make_world()
+    parent, child = sequence(1, list(range(64))), sequence(2, list(range(64)))
+    submit_group(frontend, [parent])
+    submit_group(frontend, [child], parent=1)
+    known = world.state.sequences
+    world.run(lambda: ("f0", 2) in known)
+    forked = known["f0", 2]
+    assert forked.source is known["f0", 1]
+    run_all(world, frontend, [parent, child])
+    assert forked.source is None
