@@ -17,7 +17,8 @@ from scheduler.state import SchedulerState, Worker
 if TYPE_CHECKING:
     from scheduler.planner import PlanBuilder
 
-LOOKAHEAD = 16  # how many of a tenant's first sequences may be tried for one plan
+LOOKAHEAD = 16  # how many of a tenant's first sequences may be passed over in one plan
+MAX_PASSED = 128  # the same for all tenants together
 LOAD_SLACK = 0.25  # share of a worker's rows by which a cached prefix may outweigh a smaller load
 
 
@@ -42,7 +43,7 @@ def admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
         return
     blocked: list[Sequence] = []
     isolated = isolated_worker(state) if state.suspects else None
-    for sequence in state.waiting.candidates(LOOKAHEAD):
+    for sequence in state.waiting.candidates(LOOKAHEAD, MAX_PASSED):
         takers = [builder for builder in builders if builder.has_room]
         if not takers:
             break

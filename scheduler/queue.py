@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,22 +96,27 @@ class WaitingQueue:
         self._length -= 1
         self.num_tokens -= len(sequence.tokens)
 
-    def candidates(self, lookahead: int) -> Iterator[Sequence]:
-        """In the order in which they should be admitted, at most `lookahead` for each tenant.
+    def candidates(self, lookahead: int, most: int) -> Iterator[Sequence]:
+        """In the order in which they should be admitted. Ends when the caller has passed over `lookahead` of each
+        tenant, or `most` in all: however many priorities and tenants there are, a look costs no more.
 
         The caller may remove what it was just given, and nothing else, between two steps.
         """
         for priority in sorted(self.lanes):
-            skipped: dict[int, int] = {}  # tenant -> how many of its first ones were passed over
-            while True:
-                lanes = self.lanes.get(priority, {})
-                open_ = [t for t, lane in lanes.items() if skipped.get(t, 0) < min(lookahead, len(lane))]
-                if not open_:
-                    break
-                tenant = min(open_, key=lambda t: (self.tenants.served[t], lanes[t][0].uid))
-                at = skipped.get(tenant, 0)
+            lanes, served = self.lanes[priority], self.tenants.served
+            heap = [(served.item(tenant), lane[0].uid, tenant, 0) for tenant, lane in lanes.items()]
+            heapify(heap)
+            while heap:
+                tokens, _, tenant, at = heappop(heap)
                 sequence = lanes[tenant][at]
                 yield sequence
-                lane = self.lanes.get(priority, {}).get(tenant)
-                if lane and at < len(lane) and lane[at] is sequence:
-                    skipped[tenant] = at + 1
+                lane = lanes.get(tenant)
+                if lane is None:
+                    continue
+                if at < len(lane) and lane[at] is sequence:
+                    at += 1
+                    most -= 1
+                    if most == 0:
+                        return
+                if at < min(lookahead, len(lane)):
+                    heappush(heap, (tokens, lane[0].uid, tenant, at))
