@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy as np
 from proto.messages import Copy, Int32, int32
 from scheduler.errors import SchedulerError
 from scheduler.lifecycle import admit
-from scheduler.quarantine import isolated_worker, may_join
+from scheduler.quarantine import isolated_worker, may_join, waiting_suspects
 from scheduler.sequence import Sequence, Status
 from scheduler.state import SchedulerState, Worker
 
@@ -42,8 +43,13 @@ def admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
     if not state.waiting or not any(builder.has_room for builder in builders):
         return
     blocked: list[Sequence] = []
-    isolated = isolated_worker(state) if state.suspects else None
-    for sequence in state.waiting.candidates(LOOKAHEAD, MAX_PASSED):
+    candidates = state.waiting.candidates(LOOKAHEAD, MAX_PASSED)
+    isolated = None
+    if state.suspects:
+        isolated = isolated_worker(state)
+        # First, whatever their place: a worker is kept free for them, so that what stands before them cannot go on.
+        candidates = chain(waiting_suspects(state), candidates)
+    for sequence in candidates:
         takers = [builder for builder in builders if builder.has_room]
         if not takers:
             break

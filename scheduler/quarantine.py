@@ -40,10 +40,17 @@ def isolated_worker(state: SchedulerState) -> str | None:
         elif sequence.status is Status.WAITING:
             continue
         del state.suspects[uid]
-    ready = list(state.ready_workers)
+    longest = max((sequence.max_length for sequence in state.suspects.values()), default=0)
+    ready = [worker for worker in state.ready_workers if worker.capacity >= longest]
     if not state.suspects or not ready:
         return None
     return min(ready, key=lambda worker: (worker.num_running, worker.peer)).peer
+
+
+def waiting_suspects(state: SchedulerState) -> list[Sequence]:
+    """Those in quarantine that have no row, the oldest first."""
+    waiting = (sequence for sequence in state.suspects.values() if sequence.status is Status.WAITING)
+    return sorted(waiting, key=lambda sequence: sequence.uid)
 
 
 def may_join(sequence: Sequence, worker: Worker, isolated: str | None) -> bool:

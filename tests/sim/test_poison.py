@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from proto.messages import FinishReason, WorkerFault
+from scheduler.admission import MAX_PASSED
 from scheduler.events import FromWorker
 from scheduler.quarantine import MAX_LONE_DEATHS
 from scheduler.workers import MAX_PLAN_FAULTS
@@ -64,3 +65,25 @@ def test_a_plan_that_can_never_be_applied_ends_its_request_and_not_the_engine() 
     assert one.end is not None
     assert one.end.reason is FinishReason.ERROR
     assert faults == MAX_PLAN_FAULTS + MAX_LONE_DEATHS - 1
+
+
+def test_a_suspect_is_resumed_whatever_waits_before_it() -> None:
+    world = World(1, CONFIG)
+    world.add_worker("w0", num_blocks=120)
+    frontend = world.add_frontend("f0")
+    streams = [SimSequence(handle=h, seed=h, prompt=[h, 2, 3], max_length=40, priority=1) for h in range(1, 5)]
+    world.deadly[streams[0].seed] = True
+    for one in streams:
+        world.at(0.1, partial(frontend.submit, one))
+    world.run(lambda: bool(world.state.suspects))
+    urgent = [
+        SimSequence(handle=h, seed=h, prompt=[h, 5], max_length=6, tenant=f"tenant-{h}")
+        for h in range(10, 10 + MAX_PASSED + 1)
+    ]
+    for one in urgent:
+        frontend.submit(one)
+    world.run(world.finished, limit=60)
+    for one in urgent:
+        one.check()
+    assert streams[0].end is not None
+    assert streams[0].end.reason is FinishReason.ERROR
