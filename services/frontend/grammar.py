@@ -80,8 +80,9 @@ class GrammarChecker:
         if judged is None:
             try:
                 judged = await asyncio.wait_for(self._offload.run(judge, wanted.spec), COMPILE_SECONDS)
-            except TimeoutError:
-                judged = ("", f"takes more than {COMPILE_SECONDS:g} s to compile; simplify it")
+            except TimeoutError:  # not remembered: perhaps it only waited behind other work
+                message = f"{wanted.field} takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
+                raise ValidationFailed(message, wanted.field) from None
             self._known[wanted.spec] = judged
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)

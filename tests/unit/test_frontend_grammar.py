@@ -215,7 +215,13 @@ async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(module, "judge", lambda spec: held.wait(30))
     monkeypatch.setattr(module, "COMPILE_SECONDS", 0.01)
     offload = Offload()
-    with pytest.raises(ValidationFailed, match="takes more than"):
-        await GrammarChecker(offload).settle(WantedGrammar("regex\na", "guided_regex"))
+    checker = GrammarChecker(offload)
+    wanted = WantedGrammar("regex\na", "guided_regex")
+    with pytest.raises(ValidationFailed, match="takes more than") as caught:
+        await checker.settle(wanted)
+    assert caught.value.param == "guided_regex"
     held.set()
+    monkeypatch.setattr(module, "judge", lambda spec: (spec, ""))
+    monkeypatch.setattr(module, "COMPILE_SECONDS", 30)
+    assert await checker.settle(wanted) == wanted.spec
     offload.close()
