@@ -82,8 +82,11 @@ def can_admit(offer: Offer, sequence: Sequence) -> bool:
     worker, pool = offer.worker, offer.worker.pool
     if sequence.max_length > worker.capacity:
         return False
-    idle = pool.idle.count_in(int32(offer.hits)) if offer.hits else 0
-    needed = -(-len(sequence.tokens) // pool.block_size) - len(offer.hits)
+    if adoptable(worker, sequence):
+        needed, idle = 1, 0  # all but the block of its last known token are held already
+    else:
+        needed = -(-len(sequence.tokens) // pool.block_size) - len(offer.hits)
+        idle = pool.idle.count_in(int32(offer.hits)) if offer.hits else 0
     reserve = worker.num_running + offer.builder.blocks_to_come // 2
     return needed + idle + reserve <= pool.num_free
 

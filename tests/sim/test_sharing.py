@@ -290,3 +290,14 @@ def test_an_ended_fork_lets_go_of_what_it_was_forked_from() -> None:
     assert forked.source is known["f0", 1]
     run_all(world, frontend, [parent, child])
     assert forked.source is None
+
+
+def test_siblings_need_no_room_for_what_they_adopt() -> None:
+    config = SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512, max_chunk=512, prefix_caching=False)
+    world, frontend = make_world(config, num_blocks=60)
+    members = [sequence(handle, list(range(512)), output=20) for handle in range(1, 5)]
+    submit_group(frontend, members)
+    worker = next(iter(world.state.workers.values()))
+    world.run(lambda: worker.num_running == len(members))
+    run_all(world, frontend, members)
+    assert_outputs(members)
