@@ -14,6 +14,7 @@ from scheduler.batch import Bools, Stay
 from scheduler.errors import SchedulerError
 from scheduler.events import Outgoing
 from scheduler.lifecycle import preempt
+from scheduler.quarantine import make_way
 from scheduler.sequence import Sequence
 from scheduler.state import Flight, SchedulerState, Worker
 from scheduler.steady import Steady, find_steady, issue_steady
@@ -30,7 +31,8 @@ def plan_all(state: SchedulerState, now: float) -> list[Outgoing[SchedulerToWork
     Running rows are planned for all workers before any waiting sequence is admitted, so that admission sees
     what is left on each.
     """
-    builders = [PlanBuilder(state, worker, now) for worker in state.ready_workers if worker.open]
+    emptied = make_way(state, now) if state.suspects else None
+    builders = [PlanBuilder(state, w, now) for w in state.ready_workers if w.open and w.peer != emptied]
     for builder in builders:
         builder.extend_running()
     admit_waiting(state, builders)

@@ -1,12 +1,14 @@
 """Who may have caused the deaths of workers: such sequences are resumed alone, one at a time, until one is found out.
 
 At a death all sequences in flight are suspected; nobody knows which it was. One that was there at a second death is in
-quarantine: it takes a row only of an empty worker, which nobody joins before it has sampled a token. The guilty one
-is then alone in flight when the next worker dies; innocent ones have lost a moment.
+quarantine: it takes a row only of an empty worker, which nobody joins before it has sampled as many tokens as plans may
+have been in flight at the death. Then it makes way for the next one. The guilty one is thus alone in flight when the
+next worker dies; innocent ones have lost a moment.
 """
 
 from __future__ import annotations
 
+from scheduler.lifecycle import preempt
 from scheduler.sequence import Sequence, Status
 from scheduler.state import SchedulerState, Worker
 
@@ -26,20 +28,44 @@ def suspect(state: SchedulerState, worker: Worker) -> None:
             state.suspects[sequence.uid] = sequence
 
 
-def isolated_worker(state: SchedulerState) -> str | None:
-    """Identity of the worker that nobody else may join: it runs a suspect, or is emptied for one. None: there is none.
-
-    Clears those that have shown themselves innocent by a token that they sampled alone.
-    """
+def acquit(state: SchedulerState) -> None:
+    """Clear those that have ended, or shown themselves innocent by the tokens that they sampled alone."""
     for uid, sequence in list(state.suspects.items()):
         if sequence.status is Status.RUNNING:
-            batch = state.workers[sequence.worker].batch
-            if batch.known[sequence.row] == len(sequence.tokens):
-                return sequence.worker
+            worker = state.workers[sequence.worker]
+            if worker.batch.known.item(sequence.row) < len(sequence.tokens) + worker.window:
+                continue
             sequence.deaths = DEATHS - 1
         elif sequence.status is Status.WAITING:
             continue
         del state.suspects[uid]
+
+
+def make_way(state: SchedulerState, now: float) -> str | None:
+    """Preempt the rows of the isolated worker when a suspect waits for it and none has it.
+
+    Returns its identity while it may get no plan, since its window must be empty first and its grammars compiled.
+    """
+    acquit(state)
+    peer = isolated_worker(state)
+    if peer is None or not waiting_suspects(state):
+        return None
+    worker = state.workers[peer]
+    running = worker.running
+    if not running or any(sequence.uid in state.suspects for sequence in running):
+        return None
+    if worker.flights or not worker.batch.ready[worker.batch.active].all():
+        return peer
+    for sequence in running:
+        preempt(state, sequence, worker, now)
+    return None
+
+
+def isolated_worker(state: SchedulerState) -> str | None:
+    """The worker that nobody else may join, by identity: it runs a suspect, or is emptied for one. None: no worker."""
+    for sequence in state.suspects.values():
+        if sequence.status is Status.RUNNING:
+            return sequence.worker
     longest = max((sequence.max_length for sequence in state.suspects.values()), default=0)
     ready = [worker for worker in state.ready_workers if worker.capacity >= longest]
     if not state.suspects or not ready:

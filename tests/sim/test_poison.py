@@ -13,6 +13,7 @@ from scheduler.quarantine import MAX_LONE_DEATHS
 from scheduler.workers import MAX_PLAN_FAULTS
 from services.bench.faults.peers import SimSequence
 from services.bench.faults.world import World
+from tests.sim.test_sharing import sequence
 from tests.sim.test_simulation import CONFIG
 
 
@@ -87,3 +88,27 @@ def test_a_suspect_is_resumed_whatever_waits_before_it() -> None:
         one.check()
     assert streams[0].end is not None
     assert streams[0].end.reason is FinishReason.ERROR
+
+
+def test_suspects_run_together_again_as_soon_as_each_has_run_alone() -> None:
+    world = World(1, CONFIG)
+    frontend = world.add_frontend("f0")
+    streams = [sequence(handle, [handle, 2, 3], output=60) for handle in range(1, 9)]
+    for one in streams:
+        world.at(0.1, partial(frontend.submit, one))
+
+    def all_in_flight() -> bool:
+        workers = list(world.state.workers.values())
+        return len(workers) == 1 and any(len(flight.rows) == len(streams) for flight in workers[0].flights)
+
+    for name in ("w0", "w1"):
+        world.add_worker(name, num_blocks=120)
+        world.run(all_in_flight)
+        world.kill_worker(name)
+    world.add_worker("w2", num_blocks=120)
+    world.run(lambda: bool(world.state.suspects))
+    world.run(all_in_flight, limit=10)
+    assert not world.state.suspects
+    world.run(world.finished)
+    for one in streams:
+        one.check()
