@@ -299,6 +299,9 @@ class SchedulerState:
         _check(len(self.waiting) == len(waiting), "the queue's length is off")
         _check(len(running) + len(waiting) <= len(self.sequences), "a sequence that nobody knows")
         _check(sum(len(s.tokens) for s in self.waiting) == self.waiting_tokens, "waiting_tokens is off")
+        alive = [s.tenant_index for s in self.sequences.values() if s.status in (Status.WAITING, Status.RUNNING)]
+        counted = np.bincount(np.array(alive, np.int64), minlength=len(self.tenants.active))
+        _check(bool((counted == self.tenants.active).all()), "a tenant's count of sequences is off")
         for worker in self.workers.values():
             validate_worker(worker)
 
@@ -313,6 +316,9 @@ def validate_worker(worker: Worker) -> None:
     worker.pool.validate([_table(batch, stay.row) for stay in stays])
     _check(worker.used_slots <= worker.pool.used * worker.pool.block_size, "more slots are used than held")
     _validate_quiet(worker)
+    filling = {stay.number: stay.filling for stay in stays}
+    for digest, number in worker.computing.items():
+        _check(filling.get(number) == digest, "a block is said to be computed by a row that does not")
     in_flight = Counter(stay for flight in worker.flights for stay in flight.stays[flight.samples].tolist())
     for stay in stays:
         row, sequence = stay.row, stay.sequence
