@@ -114,12 +114,13 @@ def adoptable(worker: Worker, sequence: Sequence) -> bool:
 
 
 def _waits_for_source(state: SchedulerState, sequence: Sequence) -> bool:
-    """A sibling waits while the first one computes what they share; that one goes on, or ends and frees it."""
+    """A sibling or fork waits while its source computes what they share; that one goes on, or ends and frees it. For a
+    source that waits too only when that one's turn comes first."""
     source = sequence.source
     if source is None or not sequence.reads_cache or len(sequence.tokens) > sequence.num_prompt:
         return False
     if source.status is Status.WAITING:
-        return len(source.tokens) == source.num_prompt
+        return len(source.tokens) == source.num_prompt and source.priority <= sequence.priority
     if source.status is not Status.RUNNING:
         return False
     return bool(state.workers[source.worker].batch.retired[source.row] < len(sequence.tokens) - 1)
@@ -159,11 +160,12 @@ def _take(state: SchedulerState, offer: Offer, sequence: Sequence) -> None:
         if offer.hits:
             worker.pool.share(blocks)
         shared, computed = len(blocks), len(blocks) * worker.pool.block_size
-    if sequence.reads_cache:
-        state.totals.prefix_queries += len(sequence.tokens)
-        state.totals.prefix_hits += computed
-    if len(sequence.tokens) == sequence.num_prompt:
-        sequence.cached = computed
+    if sequence.admitted_at is None:  # later it finds what it computed itself
+        if sequence.reads_cache:
+            state.totals.prefix_queries += len(sequence.tokens)
+            state.totals.prefix_hits += computed
+        if len(sequence.tokens) == sequence.num_prompt:
+            sequence.cached = computed
     stay = admit(state, sequence, worker, builder.now, blocks=blocks, shared=shared, computed=computed)
     fills = len(sequence.tokens) - computed > 1 and len(blocks) < sequence.num_prompt // worker.pool.block_size
     if fills and sequence.reads_cache and state.config.prefix_caching:

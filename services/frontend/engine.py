@@ -134,7 +134,7 @@ class EngineClient:
             self._send(add)
         except CodecError as error:
             raise RequestRefused(RefusalCode.INVALID_ARGUMENT, str(error)) from error
-        stream = Stream(self, add, self._loop.time())
+        stream = Stream(self, add, self._loop.time(), sent=self._header is not None)
         for choice in stream.choices:
             self._streams[choice.start.sequence] = (stream, choice)
         self._idle.clear()
@@ -223,6 +223,7 @@ class EngineClient:
         now = self._loop.time()
         for stream in dict.fromkeys(stream for stream, _ in self._streams.values()):
             self._send(stream.resume(now))
+            stream.sent = True
             for choice in stream.open:
                 self.finish_choice(choice)
 

@@ -117,10 +117,14 @@ class Sender(Protocol):
 
 
 class Stream:
-    """A RequestStream (services/frontend/types.py): the answer to one Add."""
+    """A RequestStream (services/frontend/types.py): the answer to one Add.
 
-    def __init__(self, sender: Sender, add: Add, now: float) -> None:
+    sent: whether a scheduler was sent it. Until then it has no age: the bounds of the queue hold for it.
+    """
+
+    def __init__(self, sender: Sender, add: Add, now: float, *, sent: bool = True) -> None:
         self.add = add
+        self.sent = sent
         self.submitted = now
         self.choices = [Choice(i, start, len(add.prompt_ids)) for i, start in enumerate(add.sequences)]
         self._sender = sender
@@ -150,7 +154,8 @@ class Stream:
         elapsed = now - self.submitted
         deadline = None if self.add.deadline is None else max(0.0, self.add.deadline - elapsed)
         starts = tuple(choice.resume() for choice in self.open)
-        return replace(self.add, sequences=starts, age=self.add.age + elapsed, deadline=deadline)
+        age = self.add.age + elapsed if self.sent else self.add.age
+        return replace(self.add, sequences=starts, age=age, deadline=deadline)
 
     def wake(self, choice: Choice) -> None:
         """`choice` has something new for the reader."""

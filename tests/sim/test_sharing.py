@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
 
 from proto.messages import Add, SamplingParams, SequenceStart, int32
 from scheduler.config import SchedulerConfig
+from scheduler.lifecycle import preempt
 from services.bench.faults.peers import FrontendNode, SimSequence
 from services.bench.faults.strict_worker import expected_output
 from services.bench.faults.world import World
@@ -46,7 +48,7 @@ def run_all(world: World, frontend: FrontendNode, members: list[SimSequence]) ->
     world.run(lambda: all(member.end for member in members) and world.finished())
 
 
-def submit_group(frontend: FrontendNode, members: list[SimSequence], parent: int = 0, **fields: str) -> None:
+def submit_group(frontend: FrontendNode, members: list[SimSequence], parent: int = 0, **fields: Any) -> None:
     """One Add with n sequences, as an n > 1 request."""
     for member in members:
         frontend.sequences[member.handle] = member
@@ -301,3 +303,30 @@ def test_siblings_need_no_room_for_what_they_adopt() -> None:
     world.run(lambda: worker.num_running == len(members))
     run_all(world, frontend, members)
     assert_outputs(members)
+
+
+def test_an_urgent_fork_does_not_wait_for_the_turn_of_what_it_forks_from() -> None:
+    world, frontend = make_world(max_rows=1)
+    first, parent, fork = sequence(1, [1, 2, 3]), sequence(2, list(range(40))), sequence(3, list(range(40)))
+    submit_group(frontend, [first])
+    submit_group(frontend, [parent], priority=1)
+    submit_group(frontend, [fork], parent=2)
+    world.run(lambda: bool(fork.outputs))
+    assert not parent.outputs
+    run_all(world, frontend, [first, parent, fork])
+    assert_outputs([first, parent, fork])
+
+
+def test_what_a_request_computed_itself_does_not_count_as_cached() -> None:
+    world, frontend = make_world(SchedulerConfig(max_num_batched_tokens=64, max_chunk=64))
+    worker = next(iter(world.state.workers.values()))
+    one = sequence(1, list(range(512)))
+    submit_group(frontend, [one])
+    world.run(lambda: worker.num_running == 1 and worker.batch.retired.max() >= 256 and not worker.flights)
+    preempt(world.state, worker.running[0], worker, world.now)
+    assert worker.pool.num_cached > 0
+    run_all(world, frontend, [one])
+    assert_outputs([one])
+    assert one.end is not None
+    assert one.end.cached == 0
+    assert world.state.totals.prefix_hits == 0

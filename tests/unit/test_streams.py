@@ -142,6 +142,14 @@ def test_a_resume_names_what_is_open_and_how_old_it_is():
     assert stream.resume(now=80.0).deadline == 0.0
 
 
+def test_what_no_scheduler_was_sent_has_no_age():
+    add = stream_of(1)[0].add
+    stream = Stream(Calls(), add, 1.0, sent=False)
+    assert stream.resume(4.0).age == 0.0
+    stream.sent = True
+    assert stream.resume(4.0).age == 3.0
+
+
 async def test_every_choice_has_its_turn():
     stream, _ = stream_of(1, 2)
     for choice in stream.choices:
