@@ -97,17 +97,17 @@ def test_suspects_run_together_again_as_soon_as_each_has_run_alone() -> None:
     for one in streams:
         world.at(0.1, partial(frontend.submit, one))
 
-    def all_in_flight() -> bool:
-        workers = list(world.state.workers.values())
-        return len(workers) == 1 and any(len(flight.rows) == len(streams) for flight in workers[0].flights)
+    def all_in_flight(name: str) -> bool:
+        worker = world.state.workers.get(name)
+        return worker is not None and any(len(flight.rows) == len(streams) for flight in worker.flights)
 
     for name in ("w0", "w1"):
         world.add_worker(name, num_blocks=120)
-        world.run(all_in_flight)
+        world.run(partial(all_in_flight, name))
         world.kill_worker(name)
     world.add_worker("w2", num_blocks=120)
     world.run(lambda: bool(world.state.suspects))
-    world.run(all_in_flight, limit=10)
+    world.run(partial(all_in_flight, "w2"), limit=10)
     assert not world.state.suspects
     world.run(world.finished)
     for one in streams:

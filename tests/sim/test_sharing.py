@@ -11,7 +11,6 @@ import pytest
 
 from proto.messages import Add, SamplingParams, SequenceStart, int32
 from scheduler.config import SchedulerConfig
-from scheduler.lifecycle import preempt
 from services.bench.faults.peers import FrontendNode, SimSequence
 from services.bench.faults.strict_worker import expected_output
 from services.bench.faults.world import World
@@ -315,18 +314,3 @@ def test_an_urgent_fork_does_not_wait_for_the_turn_of_what_it_forks_from() -> No
     assert not parent.outputs
     run_all(world, frontend, [first, parent, fork])
     assert_outputs([first, parent, fork])
-
-
-def test_what_a_request_computed_itself_does_not_count_as_cached() -> None:
-    world, frontend = make_world(SchedulerConfig(max_num_batched_tokens=64, max_chunk=64))
-    worker = next(iter(world.state.workers.values()))
-    one = sequence(1, list(range(512)))
-    submit_group(frontend, [one])
-    world.run(lambda: worker.num_running == 1 and worker.batch.retired.max() >= 256 and not worker.flights)
-    preempt(world.state, worker.running[0], worker, world.now)
-    assert worker.pool.num_cached > 0
-    run_all(world, frontend, [one])
-    assert_outputs([one])
-    assert one.end is not None
-    assert one.end.cached == 0
-    assert world.state.totals.prefix_hits == 0
