@@ -174,6 +174,8 @@ def test_a_reset_during_a_long_step_is_confirmed_at_once_and_obeyed_after_it(sch
     header = scheduler.join()
     runner.hold.clear()
     scheduler.order(replace(header, number=1), EMPTY)
+    while scheduler.expect(scheduler.control, Heartbeat)[1].phase is not Phase.EXECUTING:
+        pass
     fresh = replace(header, epoch=2)
     scheduler.order(fresh, Reset())
     scheduler.confirmed(fresh)
@@ -208,9 +210,11 @@ def test_a_worker_that_is_not_wanted_says_why(scheduler, worker):
 
 def test_reports_on_grammars_are_sent_at_once_and_before_a_result(scheduler, worker, runner):
     header = scheduler.join()
+    scheduler.order(replace(header, number=1), EMPTY)  # its result: the worker's main thread is in this epoch too
+    scheduler.expect(scheduler.plans, StepResult)
     runner.report(GrammarReady(sequences=int64([3])))
     assert scheduler.expect(scheduler.plans, GrammarReady) == (header, GrammarReady(sequences=int64([3])))
     runner.reports.append(GrammarFailed(sequence=4, message="no"))
-    scheduler.order(replace(header, number=1), EMPTY)
+    scheduler.order(replace(header, number=2), EMPTY)
     assert scheduler.expect(scheduler.plans, GrammarFailed) == (header, GrammarFailed(sequence=4, message="no"))
     scheduler.expect(scheduler.plans, StepResult)
