@@ -18,7 +18,7 @@ from tests.support.tiny_tokenizer import ids_of
 POOL = 1024  # tokens
 TINY_BYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4  # layers × (K, V) × KV heads × head dimension × bytes of a float32
 SMOL_POOL = 256
-SMOL_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 2  # layers × (K, V) × KV heads × head dimension × bytes of a float16
+SMOL_BYTES_PER_TOKEN = 30 * 2 * 3 * 64 * 4  # layers × (K, V) × KV heads × head dimension × bytes of a float32
 PROMPT, OUTPUT = 100, 400  # tokens: four requests want twice the pool
 PREEMPTIONS = "signalbox_preemptions_total"
 
