@@ -9,7 +9,6 @@ import pytest
 from proto.messages import FinishReason, RefusalCode
 from scheduler.config import SchedulerConfig
 from services.bench.faults.peers import FrontendNode, SimSequence
-from services.bench.faults.strict_worker import expected_output
 from services.bench.faults.world import World
 
 CONFIG = SchedulerConfig(
@@ -43,28 +42,11 @@ def make_sequences(
             world.at(rng.random() * spread * 3, partial(frontend.abort, handle))
 
 
-def assert_right(sequence: SimSequence) -> None:
-    """The outputs are those of an undisturbed run, up to where they end."""
-    tokens, reason = expected_output(sequence.seed, len(sequence.prompt), sequence.max_length)
-    end = sequence.end
-    assert end is not None, sequence.refused
-    got = sequence.outputs[: end.length - len(sequence.prompt)]
-    assert got == tokens[: len(got)]
-    if end.reason is FinishReason.ABORTED:
-        return
-    if sequence.finish_at is not None and end.length == sequence.finish_at and len(got) < len(tokens):
-        assert end.reason is FinishReason.STOP
-        return
-    assert end.reason is reason
-    assert got == tokens
-    assert end.stop_id == (tokens[-1] if reason is FinishReason.STOP else -1)
-
-
 def all_right(world: World) -> None:
     world.assert_no_leaks()
     for frontend in world.frontends.values():
         for sequence in frontend.sequences.values():
-            assert_right(sequence)
+            sequence.check()
 
 
 def seeds(quick: int, all_: int) -> pytest.MarkDecorator:
@@ -168,7 +150,7 @@ def test_the_queue_is_bounded_and_says_when_to_retry() -> None:
     assert world.state.computed_per_second > 0
     for sequence in sequences:
         if not sequence.refused:
-            assert_right(sequence)
+            sequence.check()
 
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.0, 1.0), (2.0, 16.0), (1000.0, 1.0), (0.1, 60.0)])
