@@ -198,16 +198,19 @@ class Audit:
     # --- the queue ------------------------------------------------------------------------------------------------
 
     def _queue(self, joined: set[int]) -> None:
-        """Starvation: who waits for room alone is passed by at most max_bypass sequences that come after it."""
+        """Starvation: who waits for room alone is passed by at most max_bypass sequences that come after it.
+
+        Those in quarantine go before all others, and wait for a worker that is empty.
+        """
         if not joined:
             return
         state = self.state
         now = {one.uid: one for one in state.sequences.values()}
-        fresh = [now[uid] for uid in joined if uid in now]
+        fresh = [now[uid] for uid in joined if uid in now and uid not in state.suspects]
         for one in self._waiting:
             if one.status is not Status.WAITING or one.uid in joined:
                 self.overtaken.pop(one.uid, None)
-            elif one.held_since is None:
+            elif one.held_since is None and one.uid not in state.suspects:
                 order = (one.priority, one.tenant_index, one.uid)
                 passed = sum(1 for f in fresh if f.uid > one.uid and (f.priority, f.tenant_index) == order[:2])
                 self.overtaken[one.uid] += passed
