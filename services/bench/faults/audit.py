@@ -205,6 +205,8 @@ class Audit:
         if not joined:
             return
         state = self.state
+        for uid in joined:  # its wait is over, whatever it waited for
+            self.overtaken.pop(uid, None)
         now = {one.uid: one for one in state.sequences.values()}
         fresh = [now[uid] for uid in joined if uid in now and uid not in state.suspects]
         for one in self._waiting:
