@@ -210,9 +210,8 @@ class Audit:
         now = {one.uid: one for one in state.sequences.values()}
         fresh = [now[uid] for uid in joined if uid in now and uid not in state.suspects]
         for one in self._waiting:
-            if one.status is not Status.WAITING or one.uid in joined:
-                self.overtaken.pop(one.uid, None)
-            elif one.held_since is None and one.uid not in state.suspects:
+            still = one.status is Status.WAITING and one.uid not in joined
+            if still and one.held_since is None and one.uid not in state.suspects:
                 order = (one.priority, one.tenant_index, one.uid)
                 passed = sum(1 for f in fresh if f.uid > one.uid and (f.priority, f.tenant_index) == order[:2])
                 self.overtaken[one.uid] += passed
