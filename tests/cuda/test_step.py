@@ -11,7 +11,8 @@ import torch
 from proto.messages import SamplingParams
 from tests.support.plans import Driver, Sequence
 from tests.support.runners import tiny_runner
-from worker.cuda.executor import EagerExecutor, KVPool
+from worker.cuda.decoder import KVPool
+from worker.cuda.executor import EagerExecutor
 from worker.models.weights import load_weights
 from worker.runner import Runner
 

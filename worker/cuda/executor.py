@@ -11,45 +11,22 @@ import dataclasses
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from proto.messages import Int32
 from worker.cuda.columns import adjustments_of, ints, rows_of
+from worker.cuda.decoder import Decoder, KVPool
 from worker.cuda.kernels.adjust import Best, add_bias, adjust
-from worker.cuda.kernels.attention import LayerKV, Rows
 from worker.cuda.kernels.copies import copy_blocks
-from worker.cuda.kernels.decode import decode_attention, scratch_size
 from worker.cuda.kernels.draw import Drawing, draw
-from worker.cuda.kernels.gate import gate
 from worker.cuda.kernels.narrow import narrow
-from worker.cuda.kernels.norm import norm
-from worker.cuda.kernels.prefill import max_query_tiles, prefill_attention
-from worker.cuda.kernels.rope import rope_and_write
+from worker.cuda.kernels.plan import Columns
 from worker.cuda.kernels.score import ScoreOutputs, score
 from worker.executor import Scores, StepOutputs
 from worker.inputs import ScoreInputs, StepInputs
 from worker.loader.config import ModelConfig
-from worker.models.llama import logits, rope_table
-from worker.models.weights import DecoderWeights, LayerWeights
+from worker.models.weights import DecoderWeights
 from worker.ranking import CHUNK
 from worker.sampling import NO_TOKEN, SampleInputs
-
-
-class KVPool:
-    """blocks [2 · layers, num_blocks + 1, K, page, D]: keys at 2 · layer, values after them; the last block is the null
-    block, which padding writes and nothing reads. Blocks hold whatever was there."""
-
-    def __init__(
-        self, config: ModelConfig, *, num_blocks: int, page: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (2 * config.num_layers, num_blocks + 1, config.num_kv_heads, page, config.head_dim)
-        self.blocks = torch.empty(shape, dtype=dtype, device=device)
-        self.scales = torch.ones(config.num_kv_heads, device=device)
-
-    def layer(self, index: int) -> LayerKV:
-        """One layer's keys and values."""
-        keys, values = self.blocks[2 * index], self.blocks[2 * index + 1]
-        return LayerKV(keys=keys, values=values, key_scales=self.scales, value_scales=self.scales)
 
 
 class EagerExecutor:
@@ -57,12 +34,9 @@ class EagerExecutor:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, cache: KVPool, *, programs: int) -> None:
         self.config = config
-        self.weights = weights
         self.cache = cache
-        self.programs = programs
+        self.decoder = Decoder(config, weights, cache, programs=programs)
         self.place = cache.blocks.device
-        rope = rope_table(config, config.max_position_embeddings)
-        self.cos, self.sin = rope.cos.to(self.place), rope.sin.to(self.place)
 
     @property
     def device(self) -> str:
@@ -79,7 +53,7 @@ class EagerExecutor:
         """Writes the step's KV, and samples."""
         with torch.inference_mode():
             hidden = self._forward(inputs)
-            logits_SV = logits(self.weights, hidden[torch.from_numpy(inputs.sample.tokens)])
+            logits_SV = self.decoder.logits(hidden[torch.from_numpy(inputs.sample.tokens)])
             plain = logits_SV.clone() if (inputs.sample.tops >= 0).any() else None
             tokens, finite = self._sample(logits_SV, inputs.sample)
             flags = torch.isfinite(hidden).all(dim=-1).cpu().numpy()
@@ -96,44 +70,15 @@ class EagerExecutor:
 
     def _forward(self, inputs: StepInputs) -> Tensor:
         """Hidden states after the last norm, [T, H]."""
-        config, eps = self.config, self.config.rms_norm_eps
-        group = config.num_heads // config.num_kv_heads
-        rows = rows_of(inputs, group=group, window=config.sliding_window, device=self.place)
-        positions, slots = ints(inputs.positions, self.place), ints(inputs.slots, self.place)
-        hidden = F.embedding(ints(inputs.token_ids, self.place), self.weights.embedding)
-        normed, delta = torch.empty_like(hidden), None
-        for index, layer in enumerate(self.weights.layers):
-            norm(hidden, delta, layer.attention_norm, normed, None, eps=eps)
-            delta = self._attention(layer, self.cache.layer(index), normed, rows, positions, slots)
-            norm(hidden, delta, layer.mlp_norm, normed, None, eps=eps)
-            delta = self._mlp(layer, normed)
-        norm(hidden, delta, self.weights.norm, normed, None, eps=eps)
-        return normed
-
-    def _attention(
-        self, layer: LayerWeights, kv: LayerKV, x_TH: Tensor, rows: Rows, positions: Tensor, slots: Tensor
-    ) -> Tensor:
-        config, tokens = self.config, len(x_TH)
-        heads, dim, window = config.num_heads, config.head_dim, config.sliding_window
-        qkv = F.linear(x_TH, layer.qkv, layer.qkv_bias).view(tokens, -1, dim)
-        norms = None
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norms = layer.q_norm, layer.k_norm
-        rope_and_write(qkv, kv, self.cos, self.sin, positions, slots, norms, eps=config.rms_norm_eps)
-        q, mixed = qkv[:, :heads], qkv.new_empty((tokens, heads, dim))
-        size = scratch_size(rows=len(rows.lengths), programs=self.programs, heads=heads, dim=dim)
-        scratch = torch.empty(size, device=self.place)
-        decode_attention(q, kv, rows, mixed, scratch, programs=self.programs, window=window)
-        tiles = max_query_tiles(tokens=tokens, rows=len(rows.lengths), group=heads // config.num_kv_heads)
-        if tiles:
-            prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window)
-        return F.linear(mixed.view(tokens, -1), layer.out, layer.out_bias)
-
-    def _mlp(self, layer: LayerWeights, x_TH: Tensor) -> Tensor:
-        gate_up = F.linear(x_TH, layer.gate_up, layer.gate_up_bias)
-        gated = gate_up.new_empty((len(x_TH), self.config.intermediate_size))
-        gate(gate_up, gated, None)
-        return F.linear(gated, layer.down, layer.down_bias)
+        place = self.place
+        return self.decoder.forward(
+            Columns(
+                token_ids=ints(inputs.token_ids, place),
+                positions=ints(inputs.positions, place),
+                slots=ints(inputs.slots, place),
+                rows=rows_of(inputs, group=self.decoder.group, window=self.config.sliding_window, device=place),
+            )
+        )
 
     def _sample(self, logits_SV: Tensor, wanted: SampleInputs) -> tuple[Int32, np.ndarray]:
         """Tokens, and which rows' logits are finite. Changes the logits."""
@@ -174,7 +119,7 @@ class EagerExecutor:
         step, parts = max(CHUNK // self.config.vocab_size, 1), []
         for at in range(0, len(inputs.tokens), step):
             part = slice(at, at + step)
-            logits_NV = logits(self.weights, hidden[torch.from_numpy(inputs.tokens[part])])
+            logits_NV = self.decoder.logits(hidden[torch.from_numpy(inputs.tokens[part])])
             parts.append(self._score(logits_NV, inputs.targets[part], int(inputs.tops.max())))
         if not parts:
             return None

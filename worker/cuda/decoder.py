@@ -1,0 +1,95 @@
+"""The decoder's forward pass through the GPU kernels. Linear maps are torch's. Legend: worker/models/llama.py."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from worker.cuda.kernels.attention import LayerKV, Rows
+from worker.cuda.kernels.decode import decode_attention, scratch_size
+from worker.cuda.kernels.gate import gate
+from worker.cuda.kernels.norm import norm
+from worker.cuda.kernels.plan import Columns
+from worker.cuda.kernels.prefill import max_query_tiles, prefill_attention
+from worker.cuda.kernels.rope import rope_and_write
+from worker.loader.config import ModelConfig
+from worker.models.llama import logits, rope_table
+from worker.models.weights import DecoderWeights, LayerWeights
+
+
+class KVPool:
+    """blocks [2 · layers, num_blocks + 1, K, page, D]: keys at 2 · layer, values after them; the last block is the null
+    block, which padding writes and nothing reads. Blocks hold whatever was there."""
+
+    def __init__(
+        self, config: ModelConfig, *, num_blocks: int, page: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (2 * config.num_layers, num_blocks + 1, config.num_kv_heads, page, config.head_dim)
+        self.blocks = torch.empty(shape, dtype=dtype, device=device)
+        self.scales = torch.ones(config.num_kv_heads, device=device)
+
+    def layer(self, index: int) -> LayerKV:
+        """One layer's keys and values."""
+        keys, values = self.blocks[2 * index], self.blocks[2 * index + 1]
+        return LayerKV(keys=keys, values=values, key_scales=self.scales, value_scales=self.scales)
+
+
+class Decoder:
+    """A model on its device. programs: of decode attention, for each KV head."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, cache: KVPool, *, programs: int) -> None:
+        self.config = config
+        self.weights = weights
+        self.cache = cache
+        self.programs = programs
+        self.place = cache.blocks.device
+        rope = rope_table(config, config.max_position_embeddings)
+        self.cos, self.sin = rope.cos.to(self.place), rope.sin.to(self.place)
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.config.num_heads // self.config.num_kv_heads
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [rows of hidden, vocabulary]."""
+        return logits(self.weights, hidden)
+
+    def forward(self, columns: Columns) -> Tensor:
+        """Writes the KV of the columns' tokens; hidden states after the last norm, [T, H]."""
+        eps, rows = self.config.rms_norm_eps, columns.rows
+        hidden = F.embedding(columns.token_ids, self.weights.embedding)
+        normed, delta = torch.empty_like(hidden), None
+        for index, layer in enumerate(self.weights.layers):
+            norm(hidden, delta, layer.attention_norm, normed, None, eps=eps)
+            delta = self._attention(layer, self.cache.layer(index), normed, rows, columns.positions, columns.slots)
+            norm(hidden, delta, layer.mlp_norm, normed, None, eps=eps)
+            delta = self._mlp(layer, normed)
+        norm(hidden, delta, self.weights.norm, normed, None, eps=eps)
+        return normed
+
+    def _attention(
+        self, layer: LayerWeights, kv: LayerKV, x_TH: Tensor, rows: Rows, positions: Tensor, slots: Tensor
+    ) -> Tensor:
+        config, tokens = self.config, len(x_TH)
+        heads, dim, window = config.num_heads, config.head_dim, config.sliding_window
+        qkv = F.linear(x_TH, layer.qkv, layer.qkv_bias).view(tokens, -1, dim)
+        norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            norms = layer.q_norm, layer.k_norm
+        rope_and_write(qkv, kv, self.cos, self.sin, positions, slots, norms, eps=config.rms_norm_eps)
+        q, mixed = qkv[:, :heads], qkv.new_empty((tokens, heads, dim))
+        size = scratch_size(rows=len(rows.lengths), programs=self.programs, heads=heads, dim=dim)
+        scratch = torch.empty(size, device=self.place)
+        decode_attention(q, kv, rows, mixed, scratch, programs=self.programs, window=window)
+        tiles = max_query_tiles(tokens=tokens, rows=len(rows.lengths), group=heads // config.num_kv_heads)
+        if tiles:
+            prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window)
+        return F.linear(mixed.view(tokens, -1), layer.out, layer.out_bias)
+
+    def _mlp(self, layer: LayerWeights, x_TH: Tensor) -> Tensor:
+        gate_up = F.linear(x_TH, layer.gate_up, layer.gate_up_bias)
+        gated = gate_up.new_empty((len(x_TH), self.config.intermediate_size))
+        gate(gate_up, gated, None)
+        return F.linear(gated, layer.down, layer.down_bias)
