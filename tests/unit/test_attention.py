@@ -23,9 +23,7 @@ MIXED = [(0, 1), (15, 1), (16, 1), (17, 1), (300, 1), (7, 1), (0, 40), (0, 16), 
 def batch_of(work: list[tuple[int, int]], block_size: int, rng: np.random.Generator) -> Batch:
     """Each row holds just the blocks that it needs, in shuffled order."""
     grammars = GrammarRows(GrammarCompiler(Path("tokenizer.json"), 32))
-    batch = Batch(
-        max_rows=len(work), max_length=MAX_LENGTH, block_size=block_size, num_blocks=1024, grammars=grammars
-    )
+    batch = Batch(max_rows=len(work), max_length=MAX_LENGTH, block_size=block_size, num_blocks=1024, grammars=grammars)
     free = iter(rng.permutation(1024).tolist())
     for row, (start, count) in enumerate(work):
         blocks = list(itertools.islice(free, -(-(start + count) // block_size)))

@@ -22,9 +22,7 @@ def test_no_dependency_owns_one_of_our_package_names(repo: Path) -> None:
     from importlib.metadata import packages_distributions
 
     owners = packages_distributions()
-    assert {name: owners.get(name, ["signalbox"]) for name in PACKAGES} == {
-        name: ["signalbox"] for name in PACKAGES
-    }
+    assert {name: owners.get(name, ["signalbox"]) for name in PACKAGES} == {name: ["signalbox"] for name in PACKAGES}
 
 
 def loaded_by(modules: str, repo: Path) -> set[str]:
