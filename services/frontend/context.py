@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from services.frontend.types import Engine
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
 class ServedModel:
     """The one model of this engine, as clients see it.
 
-    id: the name in answers. aliases: further names that requests may use. generation: the model's own
-    defaults of the sampling parameters, with its end-of-text ids. bos_token, eos_token: their texts, for the
-    chat template. tool_format: how it writes tool calls (services/frontend/tools.py). thinks: thoughts in tags are
-    split off chat answers. created: when the frontend started, in seconds since 1970.
+    id: the name in answers. aliases: further names that requests may use. folder: holds its small files (config,
+    tokenizer). model_type, architectures: as its config.json says. generation: the model's own defaults of the
+    sampling parameters, with its end-of-text ids. bos_token, eos_token: their texts, for the chat template.
+    tool_format: how it writes tool calls (services/frontend/tools.py). thinks: thoughts in tags are split off chat
+    answers. created: when the frontend started, in seconds since 1970.
     """
 
     id: str
     aliases: tuple[str, ...]
+    folder: Path
+    model_type: str
+    architectures: tuple[str, ...]
     config: ModelConfig
     generation: GenerationDefaults
     chat_template: str | None

@@ -23,17 +23,17 @@ class Unreadable:
 
 
 class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # only its stub is generic
-    """Around the methods of one service, all of which take a single request."""
+    """Around the methods of some services, all of which take a single request."""
 
-    def __init__(self, service: str) -> None:
-        self._prefix = f"/{service}/"
+    def __init__(self, *services: str) -> None:
+        self._prefixes = tuple(f"/{service}/" for service in services)
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
         """The method's handler, with a parser that does not raise."""
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith(self._prefix):
+        if handler is None or not handler_call_details.method.startswith(self._prefixes):
             return handler
         kind = "unary_stream" if handler.response_streaming else "unary_unary"
         return handler._replace(

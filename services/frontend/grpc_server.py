@@ -1,4 +1,4 @@
-"""The gRPC front: signalbox.v1, grpc.health.v1 and server reflection on one port."""
+"""The gRPC front: signalbox.v1, vLLM's engine service, grpc.health.v1 and server reflection on one port."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from proto import signalbox_pb2, signalbox_pb2_grpc
 from services.frontend.context import FrontendContext
 from services.frontend.grpc_health import ReadinessFollower
 from services.frontend.grpc_parsing import ParsingInterceptor
 from services.frontend.grpc_service import GenerationServicer
+from services.frontend.vllm_service import SERVICE as VLLM_SERVICE
+from services.frontend.vllm_service import VllmEngineServicer
 from services.settings import Address, SettingsError
 
 SERVICE = signalbox_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -77,12 +80,14 @@ async def start_grpc(context: FrontendContext, address: Address) -> GrpcFront:
     shared = context.settings.share_ports
     await check_address(address, shared=shared)
     server = grpc.aio.server(
-        options=options(context.settings.max_body, shared=shared), interceptors=[ParsingInterceptor(SERVICE)]
+        options=options(context.settings.max_body, shared=shared),
+        interceptors=[ParsingInterceptor(SERVICE, VLLM_SERVICE)],
     )
-    services = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    services = (SERVICE, VLLM_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     follower = ReadinessFollower(context.engine, services)
     servicer = GenerationServicer(context)
     signalbox_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineServicer(context), server)
     health_pb2_grpc.add_HealthServicer_to_server(follower.servicer, server)
     reflection.enable_server_reflection(services, server)
     try:

@@ -26,6 +26,7 @@ from services.models import store
 from services.run_dir import RunDir
 from services.settings import Address, FrontendSettings, ReasoningParser, SettingsError
 from services.status_file import TOUCH_INTERVAL, StatusFile
+from worker.loader.keys import read_json
 from worker.loader.model import ModelFiles, open_model
 
 LAST_ANSWERS = 2.0  # seconds for answers that are complete but not yet written
@@ -49,9 +50,13 @@ def served_model(settings: FrontendSettings, files: ModelFiles) -> ServedModel:
     """The model under the name that clients use; a name of the model store is understood too."""
     name = settings.api_name
     stored = "/" not in settings.model and settings.model != name
+    said = read_json(files.config_file)
     return ServedModel(
         id=name,
         aliases=(settings.model,) if stored else (),
+        folder=files.tokenizer_file.parent,
+        model_type=str(said.get("model_type", "")),
+        architectures=tuple(said.get("architectures", ())),
         config=files.config,
         generation=files.generation,
         chat_template=files.chat_template,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -61,7 +62,9 @@ def _word(word: str) -> int:
     return id
 
 
-def tiny_served_model(*, chat_template: str | None = CHAT_TEMPLATE, **generation: float) -> ServedModel:
+def tiny_served_model(
+    *, chat_template: str | None = CHAT_TEMPLATE, folder: Path = Path("tiny"), **generation: float
+) -> ServedModel:
     """A model by the name of `tiny` (also `tiny-alias`) that ends with <|im_end|>; no weights are needed."""
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -82,6 +85,9 @@ def tiny_served_model(*, chat_template: str | None = CHAT_TEMPLATE, **generation
     return ServedModel(
         id="tiny",
         aliases=("tiny-alias",),
+        folder=folder,
+        model_type="llama",
+        architectures=("LlamaForCausalLM",),
         config=parse_config(config, "config.json"),
         generation=GenerationDefaults(eos_token_ids=(IM_END,), **generation),  # type: ignore[arg-type]
         chat_template=chat_template,

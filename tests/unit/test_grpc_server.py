@@ -10,6 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from services.frontend.grpc_server import SERVICE, start_grpc
+from services.frontend.vllm_service import SERVICE as VLLM_SERVICE
 from services.settings import Address, SettingsError
 from tests.support.fake_engine import fake_context
 from tests.support.grpc_front import failure, grpc_front
@@ -22,15 +23,15 @@ async def test_reflection_lists_the_services(opened):
     requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
     (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
     names = {service.name for service in answer.list_services_response.service}
-    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-    requests = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)]
-    (answer,) = [answer async for answer in stub.ServerReflectionInfo(iter(requests))]
-    assert answer.file_descriptor_response.file_descriptor_proto
+    assert names == {SERVICE, VLLM_SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    requests = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in (SERVICE, VLLM_SERVICE)]
+    async for answer in stub.ServerReflectionInfo(iter(requests)):
+        assert answer.file_descriptor_response.file_descriptor_proto
 
 
 async def test_health_follows_readiness(opened, engine):
     stub = health_pb2_grpc.HealthStub(opened.channel)
-    for service in ("", SERVICE, "grpc.health.v1.Health"):
+    for service in ("", SERVICE, VLLM_SERVICE, "grpc.health.v1.Health"):
         assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == STATUS.SERVING
     code, _, _ = await failure(stub.Check(health_pb2.HealthCheckRequest(service="other")))
     assert code is grpc.StatusCode.NOT_FOUND
