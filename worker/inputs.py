@@ -30,44 +30,67 @@ class ScoreInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepInputs:
-    """A forward pass over T packed tokens, then sampling.
+class RowInputs:
+    """The rows of a step and what is wanted of them.
 
-    rows[A]: batch rows. offsets[A + 1]: where each row's tokens begin. token_ids[T], positions[T], slots[T]: id,
-    position, and KV slot (block · block_size + offset) that is written. lengths[A]: positions [0, length) have KV once
-    this step has written. tables[A, max_table]: block tables, filled up with the null block.
+    rows[A]: batch rows. offsets[A + 1]: where each row's tokens begin. lengths[A]: positions [0, length) have KV once
+    this step has written.
     """
 
     rows: Int32
     offsets: Int32
-    token_ids: Int32
-    positions: Int32
-    slots: Int32
     lengths: Int32
-    tables: Int32
     sample: SampleInputs
     score: ScoreInputs
 
 
-def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32) -> StepInputs:
-    """Inputs to compute positions [start, start + count) of each batch row; none of them has stopped."""
+@dataclass(frozen=True, kw_only=True)
+class StepInputs(RowInputs):
+    """A forward pass over T packed tokens, then sampling.
+
+    token_ids[T], positions[T], slots[T]: id, position, and KV slot (block · block_size + offset) that is written.
+    tables[A, max_table]: block tables, filled up with the null block.
+    """
+
+    token_ids: Int32
+    positions: Int32
+    slots: Int32
+    tables: Int32
+
+
+def build_rows(batch: Batch, rows: Int32, starts: Int32, counts: Int32, *, adjustments: bool) -> RowInputs:
+    """To compute positions [start, start + count) of each batch row; none of them has stopped. Without `adjustments`
+    nothing is read of the rows' tokens, which may not be known yet."""
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=offsets[1:])
+    lengths = starts + counts
+    samples = int32(np.flatnonzero((lengths == batch.num_tokens[rows]) & (lengths < batch.limit[rows])))
+    return RowInputs(
+        rows=rows,
+        offsets=offsets,
+        lengths=lengths,
+        sample=sample_inputs(batch, rows, samples, offsets[samples + 1] - 1, adjustments=adjustments),
+        score=_score_inputs(batch, rows, starts, offsets),
+    )
+
+
+def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32) -> StepInputs:
+    """Everything that a forward pass reads, from the host's batch."""
+    wanted = build_rows(batch, rows, starts, counts, adjustments=True)
+    offsets = wanted.offsets
     owner = np.repeat(rows, counts)
     positions = np.arange(offsets[-1], dtype=np.int32) + np.repeat(starts - offsets[:-1], counts)
     blocks = batch.table[owner, positions // batch.block_size]
-    lengths = starts + counts
-    samples = int32(np.flatnonzero((lengths == batch.num_tokens[rows]) & (lengths < batch.limit[rows])))
     return StepInputs(
         rows=rows,
         offsets=offsets,
         token_ids=batch.tokens[owner, positions],
         positions=positions,
         slots=blocks * batch.block_size + positions % batch.block_size,
-        lengths=lengths,
+        lengths=wanted.lengths,
         tables=batch.table[rows],
-        sample=sample_inputs(batch, rows, samples, offsets[samples + 1] - 1),
-        score=_score_inputs(batch, rows, starts, offsets),
+        sample=wanted.sample,
+        score=wanted.score,
     )
 
 

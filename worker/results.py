@@ -17,7 +17,7 @@ from proto.messages import (
 )
 from worker.batch import Batch
 from worker.executor import Scores, StepOutputs
-from worker.inputs import ScoreInputs, StepInputs
+from worker.inputs import RowInputs, ScoreInputs
 from worker.sampling import NO_TOKEN, SampleInputs
 
 
@@ -58,7 +58,7 @@ def apply_outputs(
     plan: StepPlan,
     batch: Batch,
     active: Int32,
-    inputs: StepInputs,
+    inputs: RowInputs,
     outputs: StepOutputs,
     freed: FreedLog,
     weights_version: int,
@@ -103,7 +103,7 @@ def _reasons(batch: Batch, rows: Int32, chosen: Int32, sampled: np.ndarray, fini
     return int32(np.where(finite, reasons, FinishReason.NOT_FINITE))
 
 
-def _logprobs(active: Int32, inputs: StepInputs, outputs: StepOutputs) -> Logprobs | None:
+def _logprobs(active: Int32, inputs: RowInputs, outputs: StepOutputs) -> Logprobs | None:
     """Prompt and sampled tokens' entries, by row and position; rows that are not finite have none."""
     parts = []
     for scores, wanted in ((outputs.prompt, inputs.score), (outputs.sampled, inputs.sample)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # Below this temperature the most likely token is taken.
 GREEDY_BELOW = 1e-5
 NO_TOKEN = -1
+NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 class SamplingColumns:
@@ -29,6 +31,9 @@ class SamplingColumns:
         self.logprobs = np.full(max_rows, -1, np.int32)
         self.prompt_logprobs = np.full(max_rows, -1, np.int32)
         self.adjusts = np.zeros(max_rows, bool)
+        # repetition, presence and frequency, which count tokens; and whether a rule chooses among ids or lifts some.
+        self.penalties = np.tile(np.array(NO_PENALTIES, np.float32), (max_rows, 1))
+        self.constrains = np.zeros(max_rows, bool)
         # ends[row]: eos and stop ids, filled up with NO_TOKEN; as wide as the longest list so far.
         self.ends = np.full((max_rows, 4), NO_TOKEN, np.int32)
 
@@ -40,6 +45,8 @@ class SamplingColumns:
         self.min_p[row] = params.min_p
         self.logprobs[row] = params.logprobs
         self.prompt_logprobs[row] = params.prompt_logprobs
+        self.penalties[row] = penalties_of(params)
+        self.constrains[row] = constrains_ids(params)
         self.adjusts[row] = adjusts_logits(params)
         ends = (*params.eos_ids, *params.stop_ids)
         if len(ends) > self.ends.shape[1]:
@@ -50,16 +57,18 @@ class SamplingColumns:
 
 
 def adjusts_logits(params: SamplingParams) -> bool:
-    """True when logits change before the temperature: by bias, allowed ids, a grammar, min_tokens or penalties."""
-    return bool(
-        params.bias_ids
-        or params.allowed_ids
-        or params.grammar
-        or params.min_tokens
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.repetition_penalty != 1.0
-    )
+    """True when logits change before the temperature."""
+    return constrains_ids(params) or penalties_of(params) != NO_PENALTIES
+
+
+def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
+    """Repetition, presence and frequency."""
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+
+
+def constrains_ids(params: SamplingParams) -> bool:
+    """True when logits change by bias, allowed ids, a grammar or min_tokens."""
+    return bool(params.bias_ids or params.allowed_ids or params.grammar or params.min_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +115,10 @@ class SampleInputs:
     adjustments: tuple[Adjustment, ...]
 
 
-def sample_inputs(batch: Batch, computed: Int32, samples: Int32, tokens: Int32) -> SampleInputs:
+def sample_inputs(batch: Batch, computed: Int32, samples: Int32, tokens: Int32, *, adjustments: bool) -> SampleInputs:
     """For those of the `computed` batch rows that sample, given by index, from the logits at the flat `tokens`."""
     columns, rows = batch.sampling, computed[samples]
-    adjusting = np.flatnonzero(columns.adjusts[rows])
+    adjusting = np.flatnonzero(columns.adjusts[rows]) if adjustments else ()
     return SampleInputs(
         rows=samples,
         tokens=tokens,
@@ -132,8 +141,21 @@ def _adjustment(batch: Batch, index: int, row: int) -> Adjustment:
     if params.presence_penalty or params.frequency_penalty:
         output_ids, counts = np.unique(tokens[prompt:], return_counts=True)
         output_counts = int32(counts)
-    banned_ids = int32((*params.eos_ids, *params.stop_ids)) if known - prompt < params.min_tokens else none
-    bits = batch.grammars.bits(row)
+    return dataclasses.replace(
+        constraint(params, index, known - prompt, batch.grammars.bits(row)),
+        repetition=params.repetition_penalty,
+        known_ids=np.unique(tokens) if params.repetition_penalty != 1.0 else none,
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        output_ids=output_ids,
+        output_counts=output_counts,
+    )
+
+
+def constraint(params: SamplingParams, index: int, num_output: int, bits: Int32 | None) -> Adjustment:
+    """All but the penalties, for a row with so many output tokens and what its grammar allows (None: no grammar)."""
+    none = int32()
+    banned_ids = int32((*params.eos_ids, *params.stop_ids)) if num_output < params.min_tokens else none
     if bits is None:
         bits = none
     elif len(banned_ids) and _leaves_nothing(bits, banned_ids):
@@ -145,12 +167,12 @@ def _adjustment(batch: Batch, index: int, row: int) -> Adjustment:
         allowed_ids=int32(params.allowed_ids),
         allowed_bits=bits,
         banned_ids=banned_ids,
-        repetition=params.repetition_penalty,
-        known_ids=np.unique(tokens) if params.repetition_penalty != 1.0 else none,
-        presence=params.presence_penalty,
-        frequency=params.frequency_penalty,
-        output_ids=output_ids,
-        output_counts=output_counts,
+        repetition=1.0,
+        known_ids=none,
+        presence=0.0,
+        frequency=0.0,
+        output_ids=none,
+        output_counts=none,
     )
 
 

@@ -65,11 +65,12 @@ def test_columns(page: int, window: int | None, decode_only: bool) -> None:
     bucket = bucket_rows if decode_only else total + 21
     padded = [np.pad(values, (0, 2), constant_values=-7) for values in (rows, starts, counts, held)]
     deltas = Deltas(
+        num_rows=torch.tensor([len(rows)], dtype=torch.int32),
         **dict(zip(("rows", "starts", "counts", "held"), map(torch.from_numpy, map(int32, padded)), strict=True)),
-        new_counts=torch.from_numpy(int32([len(ids) for ids in new])),
+        new_counts=torch.from_numpy(int32([*(len(ids) for ids in new), 9, 9])),
         new_ids=torch.from_numpy(new_ids),
     )
-    append_blocks(deltas, tables, num_rows=len(rows))
+    append_blocks(deltas, tables)
     assert np.array_equal(tables.numpy(), batch.table)
     found = Columns(
         token_ids=column(bucket),
@@ -81,7 +82,7 @@ def test_columns(page: int, window: int | None, decode_only: bool) -> None:
         ),
     )  # fmt: skip
     build_columns(
-        deltas, torch.from_numpy(batch.tokens), found, num_rows=len(rows), padding_count=int(decode_only), page=page,
+        deltas, torch.from_numpy(batch.tokens), found, padding_count=int(decode_only), page=page,
         group=3, window=window, null_slot=BLOCKS * page,
     )  # fmt: skip
     for name, padding in (("token_ids", 0), ("positions", 0), ("slots", BLOCKS * page)):

@@ -15,7 +15,7 @@ def check(case: Case, spare: int = 2) -> None:
     found, shape = case.out_TND, case.shape
     tiles = max_query_tiles(tokens=sum(case.counts), rows=len(case.counts), group=shape.group)
     assert int(case.rows.query_tile_ends[-1]) <= tiles
-    prefill_attention(case.q_TND, case.kv, case.rows, found, tiles=tiles + spare, window=shape.window)
+    prefill_attention(case.q_TND, case.kv, case.rows, found, tiles=tiles + spare, window=shape.window, arch=90)
     for index, count in enumerate(case.counts):
         at = slice(int(case.rows.offsets[index]), int(case.rows.offsets[index + 1]))
         if count > 1:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from worker.cuda.kernels import adjust, copies, decode, draw, gate, narrow, norm, plan, prefill, rope, score
+from worker.cuda.kernels import adjust, attention, copies, decode, draw, gate, narrow, norm, plan, prefill, rope, score
 from worker.sampling import GREEDY_BELOW
 
 FP8 = "fp8e4nv"
@@ -95,11 +95,13 @@ def _attention(model: Model, kv: str, arch: int) -> Iterator[Variant]:
     needs = FP8_FROM if kv == FP8 else 80
     yield Variant(
         family="decode attention", shape=shape, kernel=decode.decode_kernel, types=types, needs=needs,
-        constants=decode.decode_constants(**sizes), options=decode.decode_options(model.dim, 1 if kv == FP8 else 2),
+        constants=attention.attention_constants(lines=decode.decode_lines(model.group), **sizes),
+        options=decode.decode_options(model.dim, 1 if kv == FP8 else 2),
     )  # fmt: skip
     yield Variant(
         family="prefill attention", shape=shape, kernel=prefill.prefill_kernel, types=types, needs=needs,
-        constants=prefill.prefill_constants(**sizes), options=prefill.prefill_options(model.dim, arch),
+        constants=attention.attention_constants(lines=prefill.LINES, **sizes),
+        options=prefill.prefill_options(model.dim, arch),
     )  # fmt: skip
     if kv != FP8:
         yield Variant(
@@ -185,7 +187,11 @@ def _batch(model: Model) -> Iterator[Variant]:
             {"POOL_WORDS": words * 10_000, "WORDS": words, "BLOCK": copies.BLOCK},
         ),
         ("new blocks", plan.append_kernel, {"WIDTH": TABLE_WIDTH, "ROWS": MAX_ROWS, "IDS": plan.IDS}),
-        ("row columns", plan.rows_kernel, plan.rows_constants(group=model.group, window=None, max_rows=MAX_ROWS)),
+        (
+            "row columns",
+            plan.rows_kernel,
+            plan.rows_constants(group=model.group, window=None, max_rows=MAX_ROWS, invariant=False),
+        ),
         (
             "token columns",
             plan.tokens_kernel,

@@ -36,13 +36,28 @@ class KVPool:
 
 
 class Decoder:
-    """A model on its device. programs: of decode attention, for each KV head."""
+    """A model on its device.
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, cache: KVPool, *, programs: int) -> None:
+    programs: of decode attention, for each KV head. arch: compute capability. invariant: a token's result depends on
+    its own row alone, bit for bit; all rows then go through the prefill kernel and maps through one tiling.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        cache: KVPool,
+        *,
+        programs: int,
+        arch: int = 90,
+        invariant: bool = False,
+    ) -> None:
         self.config = config
         self.weights = weights
         self.cache = cache
         self.programs = programs
+        self.arch = arch
+        self.invariant = invariant
         self.place = cache.blocks.device
         rope = rope_table(config, config.max_position_embeddings)
         self.cos, self.sin = rope.cos.to(self.place), rope.sin.to(self.place)
@@ -80,12 +95,16 @@ class Decoder:
             norms = layer.q_norm, layer.k_norm
         rope_and_write(qkv, kv, self.cos, self.sin, positions, slots, norms, eps=config.rms_norm_eps)
         q, mixed = qkv[:, :heads], qkv.new_empty((tokens, heads, dim))
-        size = scratch_size(rows=len(rows.lengths), programs=self.programs, heads=heads, dim=dim)
-        scratch = torch.empty(size, device=self.place)
-        decode_attention(q, kv, rows, mixed, scratch, programs=self.programs, window=window)
-        tiles = max_query_tiles(tokens=tokens, rows=len(rows.lengths), group=heads // config.num_kv_heads)
-        if tiles:
-            prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window)
+        num_rows = len(rows.lengths)
+        if not self.invariant:
+            size = scratch_size(rows=num_rows, programs=self.programs, heads=heads, dim=dim)
+            scratch = torch.empty(size, device=self.place)
+            decode_attention(q, kv, rows, mixed, scratch, programs=self.programs, window=window)
+        # In a bucket of decode rows each row has one token.
+        if self.invariant or tokens > num_rows:
+            least = 1 if self.invariant else 2
+            tiles = max_query_tiles(tokens=tokens, rows=num_rows, group=self.group, least=least)
+            prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window, arch=self.arch)
         return F.linear(mixed.view(tokens, -1), layer.out, layer.out_bias)
 
     def _mlp(self, layer: LayerWeights, x_TH: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ EXACT = {"enable_fp_fusion": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Bias:
-    """rows[E], ids[E] int32, distinct pairs; values[E] float32."""
+    """rows[E], ids[E] int32, distinct pairs; values[E] float32. An entry of row -1 is none."""
 
     rows: Tensor
     ids: Tensor
@@ -80,8 +80,9 @@ def bias_kernel(
 ):
     """Program i: a run of entries."""
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
-    mask = entry < num_entries
-    at = tl.load(rows_ptr + entry, mask=mask, other=0).to(tl.int64) * VOCABULARY
+    row = tl.load(rows_ptr + entry, mask=entry < num_entries, other=-1)
+    mask = row >= 0
+    at = row.to(tl.int64) * VOCABULARY
     at += tl.load(ids_ptr + entry, mask=mask, other=0)
     value = tl.load(logits_ptr + at, mask=mask) + tl.load(values_ptr + entry, mask=mask)
     tl.store(logits_ptr + at, value, mask=mask)

@@ -81,3 +81,21 @@ def attend_tile(
     fade = tl.exp2(largest - base)
     mixed_LD = tl.dot(weights.to(q_LD.dtype), v, mixed_LD * fade[:, None], input_precision="ieee")
     return mixed_LD, higher, total * fade + tl.sum(weights, axis=1)
+
+
+def attention_constants(
+    *, lines: int, q_stride: int, table_width: int, kv_heads: int, group: int, dim: int, page: int, window: int | None
+) -> dict[str, int]:
+    """What decode_kernel and prefill_kernel are compiled for. lines: of one product."""
+    return {
+        "Q_STRIDE": q_stride,
+        "TABLE_WIDTH": table_width,
+        "KV_HEADS": kv_heads,
+        "GROUP": group,
+        "DIM": dim,
+        "PAGE": page,
+        "WINDOW": window or 0,
+        "TILE": TILE,
+        "LINES": lines,
+        "PADDED_DIM": max(triton.next_power_of_2(dim), MIN_DIM),
+    }

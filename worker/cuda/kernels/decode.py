@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.cuda.kernels.attention import LOG2_E, MIN_DIM, TILE, LayerKV, Rows, attend_tile
+from worker.cuda.kernels.attention import LOG2_E, TILE, LayerKV, Rows, attend_tile, attention_constants
 from worker.cuda.kernels.search import find_row
 
 # Lines of a product: what the smallest tensor instruction takes.
@@ -130,9 +130,9 @@ def decode_attention(
     decode_kernel[(programs, kv_heads)](
         q_TND, kv.keys, kv.values, kv.key_scales, kv.value_scales, parts, sums,
         rows.table_rows, rows.offsets, rows.lengths, rows.key_tile_ends, rows.tables, num_rows, dim**-0.5 * LOG2_E,
-        **decode_constants(
-            q_stride=q_TND.stride(0), table_width=rows.tables.shape[1], kv_heads=kv_heads, group=group, dim=dim,
-            page=page, window=window,
+        **attention_constants(
+            lines=decode_lines(group), q_stride=q_TND.stride(0), table_width=rows.tables.shape[1], kv_heads=kv_heads,
+            group=group, dim=dim, page=page, window=window,
         ),
         **decode_options(dim, kv.keys.element_size()),
     )  # fmt: skip
@@ -142,22 +142,10 @@ def decode_attention(
     )  # fmt: skip
 
 
-def decode_constants(
-    *, q_stride: int, table_width: int, kv_heads: int, group: int, dim: int, page: int, window: int | None
-) -> dict[str, int]:
-    """What decode_kernel is compiled for."""
-    return {
-        "Q_STRIDE": q_stride,
-        "TABLE_WIDTH": table_width,
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "DIM": dim,
-        "PAGE": page,
-        "WINDOW": window or 0,
-        "TILE": TILE,
-        "LINES": max(triton.next_power_of_2(group), MIN_LINES),
-        "PADDED_DIM": max(triton.next_power_of_2(dim), MIN_DIM),
-    }
+def decode_lines(group: int) -> int:
+    """Lines of a product for so many query heads."""
+    padded: int = triton.next_power_of_2(group)
+    return max(padded, MIN_LINES)
 
 
 def decode_options(dim: int, kv_bytes: int) -> dict[str, int]:

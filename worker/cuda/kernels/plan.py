@@ -27,10 +27,12 @@ IDS = 64
 class Deltas:
     """A plan's columns, int32, as long as the bucket has rows; the first A entries count.
 
-    rows: batch rows. starts, counts: positions to compute. held: blocks in the row's table before this plan.
-    new_counts, new_ids: blocks that are appended to each row's table; the ids are flat.
+    num_rows[1]: A, in memory, so that a captured step reads it anew. rows: batch rows. starts, counts: positions to
+    compute. held: blocks in the row's table before this plan. new_counts, new_ids: blocks that are appended to each
+    row's table; the ids are flat.
     """
 
+    num_rows: Tensor
     rows: Tensor
     starts: Tensor
     counts: Tensor
@@ -49,13 +51,14 @@ class Columns:
     rows: Rows
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def append_kernel(
-    rows_ptr, held_ptr, counts_ptr, ids_ptr, tables_ptr, num_rows,
+    num_rows_ptr, rows_ptr, held_ptr, counts_ptr, ids_ptr, tables_ptr,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """Program i: row i's new blocks, behind those that it holds."""
     index, others = tl.program_id(0), tl.arange(0, ROWS)
+    num_rows = tl.load(num_rows_ptr)
     count = tl.load(counts_ptr + index, mask=index < num_rows, other=0)
     begin = tl.sum(tl.load(counts_ptr + others, mask=(others < index) & (others < num_rows), other=0), axis=0)
     table = tables_ptr + tl.load(rows_ptr + index).to(tl.int64) * WIDTH + tl.load(held_ptr + index)
@@ -65,14 +68,17 @@ def append_kernel(
         tl.store(table + at, ids, mask=at < count)
 
 
-@triton.jit(do_not_specialize=["num_rows", "bucket", "padding_count"])
+@triton.jit(do_not_specialize=["bucket", "padding_count"])
 def rows_kernel(
-    rows_ptr, starts_ptr, counts_ptr, table_rows_ptr, offsets_ptr, lengths_ptr, key_tile_ends_ptr,
-    query_tile_ends_ptr, num_rows, bucket, padding_count,
+    num_rows_ptr, rows_ptr, starts_ptr, counts_ptr, table_rows_ptr, offsets_ptr, lengths_ptr, key_tile_ends_ptr,
+    query_tile_ends_ptr, bucket, padding_count,
     GROUP: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """One program for all rows. padding_count: tokens of each row beyond the plan's."""
-    index = tl.arange(0, ROWS)
+    """One program for all rows. padding_count: tokens of each row beyond the plan's. INVARIANT: rows with one token
+    are for the prefill kernel too."""
+    index, num_rows = tl.arange(0, ROWS), tl.load(num_rows_ptr)
+    decodes = 0 if INVARIANT else 1
     real, mask = index < num_rows, index < bucket
     count = tl.load(counts_ptr + index, mask=real, other=0)
     length = tl.load(starts_ptr + index, mask=real, other=0) + count
@@ -80,8 +86,8 @@ def rows_kernel(
     key_tiles = tl.cdiv(length, TILE)
     if WINDOW:
         key_tiles -= tl.maximum(length - WINDOW, 0) // TILE
-    key_tiles = tl.where(real & (count == 1), key_tiles, 0)
-    query_tiles = tl.where(real & (count > 1), tl.cdiv(count * GROUP, LINES), 0)
+    key_tiles = tl.where(real & (count == decodes), key_tiles, 0)
+    query_tiles = tl.where(real & (count > decodes), tl.cdiv(count * GROUP, LINES), 0)
     tl.store(table_rows_ptr + index, tl.load(rows_ptr + index, mask=real, other=0), mask=mask)
     tl.store(offsets_ptr + index + 1, tl.cumsum(tl.where(mask, taken, 0), axis=0), mask=mask)
     tl.store(offsets_ptr + index, 0, mask=index == 0)
@@ -90,14 +96,15 @@ def rows_kernel(
     tl.store(query_tile_ends_ptr + index, tl.cumsum(query_tiles, axis=0), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_rows", "bucket", "null_slot"])
+@triton.jit(do_not_specialize=["bucket", "null_slot"])
 def tokens_kernel(
-    rows_ptr, starts_ptr, offsets_ptr, tokens_ptr, tables_ptr, token_ids_ptr, positions_ptr, slots_ptr,
-    num_rows, bucket, null_slot,
+    num_rows_ptr, rows_ptr, starts_ptr, offsets_ptr, tokens_ptr, tables_ptr, token_ids_ptr, positions_ptr, slots_ptr,
+    bucket, null_slot,
     MAX_LENGTH: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Program i: the id, position and slot of a run of tokens."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    num_rows = tl.load(num_rows_ptr)
     row = find_rows(offsets_ptr + 1, num_rows, token, STEPS)
     real, mask = row < num_rows, token < bucket
     start = tl.load(starts_ptr + row, mask=real, other=0)
@@ -111,10 +118,10 @@ def tokens_kernel(
     tl.store(slots_ptr + token, slot, mask=mask)
 
 
-def append_blocks(deltas: Deltas, tables: Tensor, *, num_rows: int) -> None:
+def append_blocks(deltas: Deltas, tables: Tensor) -> None:
     """Writes the plan's new block ids to tables [max_rows, width]."""
-    append_kernel[(num_rows,)](
-        deltas.rows, deltas.held, deltas.new_counts, deltas.new_ids, tables, num_rows,
+    append_kernel[(len(deltas.rows),)](
+        deltas.num_rows, deltas.rows, deltas.held, deltas.new_counts, deltas.new_ids, tables,
         WIDTH=tables.shape[1], ROWS=triton.next_power_of_2(len(tables)), IDS=IDS, num_warps=4,
     )  # fmt: skip
 
@@ -124,34 +131,34 @@ def build_columns(
     tokens: Tensor,
     columns: Columns,
     *,
-    num_rows: int,
     padding_count: int,
     page: int,
     group: int,
     window: int | None,
     null_slot: int,
+    invariant: bool = False,
 ) -> None:
     """Fills `columns` from the plan and what the device keeps: tokens [max_rows, max_length], columns.rows.tables.
 
     padding_count: 1 in a bucket of decode rows, where row and token numbers are equal, else 0. group: query heads of a
-    KV head. null_slot: the first slot of the null block.
+    KV head. null_slot: the first slot of the null block. invariant: no row is for the decode kernel.
     """
     rows = columns.rows
     max_rows, width = rows.tables.shape
     bucket = len(columns.token_ids)
     rows_kernel[(1,)](
-        deltas.rows, deltas.starts, deltas.counts, rows.table_rows, rows.offsets, rows.lengths, rows.key_tile_ends,
-        rows.query_tile_ends, num_rows, len(rows.lengths), padding_count,
-        **rows_constants(group=group, window=window, max_rows=max_rows), num_warps=4,
+        deltas.num_rows, deltas.rows, deltas.starts, deltas.counts, rows.table_rows, rows.offsets, rows.lengths,
+        rows.key_tile_ends, rows.query_tile_ends, len(rows.lengths), padding_count,
+        **rows_constants(group=group, window=window, max_rows=max_rows, invariant=invariant), num_warps=4,
     )  # fmt: skip
     tokens_kernel[(triton.cdiv(bucket, TOKENS),)](
-        deltas.rows, deltas.starts, rows.offsets, tokens, rows.tables, columns.token_ids, columns.positions,
-        columns.slots, num_rows, bucket, null_slot,
+        deltas.num_rows, deltas.rows, deltas.starts, rows.offsets, tokens, rows.tables, columns.token_ids,
+        columns.positions, columns.slots, bucket, null_slot,
         **tokens_constants(max_length=tokens.shape[1], width=width, page=page, max_rows=max_rows), num_warps=4,
     )  # fmt: skip
 
 
-def rows_constants(*, group: int, window: int | None, max_rows: int) -> dict[str, int]:
+def rows_constants(*, group: int, window: int | None, max_rows: int, invariant: bool) -> dict[str, int]:
     """What rows_kernel is compiled for."""
     return {
         "GROUP": group,
@@ -159,6 +166,7 @@ def rows_constants(*, group: int, window: int | None, max_rows: int) -> dict[str
         "TILE": TILE,
         "LINES": prefill.LINES,
         "ROWS": triton.next_power_of_2(max_rows),
+        "INVARIANT": invariant,
     }
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.cuda.kernels.attention import LOG2_E, MIN_DIM, TILE, LayerKV, Rows, attend_tile
+from worker.cuda.kernels.attention import LOG2_E, LayerKV, Rows, attend_tile, attention_constants
 from worker.cuda.kernels.search import find_row
 
 # Lines of one query tile.
@@ -72,13 +72,13 @@ def prefill_kernel(
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def max_query_tiles(*, tokens: int, rows: int, group: int) -> int:
-    """The most query tiles that `tokens` tokens of `rows` rows with more than one token each can have."""
-    return tokens * group // LINES + min(rows, tokens // 2)
+def max_query_tiles(*, tokens: int, rows: int, group: int, least: int = 2) -> int:
+    """The most query tiles that `tokens` tokens of `rows` rows with at least `least` tokens each can have."""
+    return tokens * group // LINES + min(rows, tokens // least)
 
 
 def prefill_attention(
-    q_TND: Tensor, kv: LayerKV, rows: Rows, out_TND: Tensor, *, tiles: int, window: int | None, arch: int = 90
+    q_TND: Tensor, kv: LayerKV, rows: Rows, out_TND: Tensor, *, tiles: int, window: int | None, arch: int
 ) -> None:
     """Attention of all rows that have more than one token; other tokens of `out` are left alone.
 
@@ -91,30 +91,12 @@ def prefill_attention(
         q_TND, kv.keys, kv.values, kv.key_scales, kv.value_scales, out_TND,
         rows.table_rows, rows.offsets, rows.lengths, rows.query_tile_ends, rows.tables, len(rows.lengths),
         dim**-0.5 * LOG2_E,
-        **prefill_constants(
-            q_stride=q_TND.stride(0), table_width=rows.tables.shape[1], kv_heads=kv_heads, group=heads // kv_heads,
-            dim=dim, page=page, window=window,
+        **attention_constants(
+            lines=LINES, q_stride=q_TND.stride(0), table_width=rows.tables.shape[1], kv_heads=kv_heads,
+            group=heads // kv_heads, dim=dim, page=page, window=window,
         ),
         **prefill_options(dim, arch),
     )  # fmt: skip
-
-
-def prefill_constants(
-    *, q_stride: int, table_width: int, kv_heads: int, group: int, dim: int, page: int, window: int | None
-) -> dict[str, int]:
-    """What prefill_kernel is compiled for."""
-    return {
-        "Q_STRIDE": q_stride,
-        "TABLE_WIDTH": table_width,
-        "KV_HEADS": kv_heads,
-        "GROUP": group,
-        "DIM": dim,
-        "PAGE": page,
-        "WINDOW": window or 0,
-        "TILE": TILE,
-        "LINES": LINES,
-        "PADDED_DIM": max(triton.next_power_of_2(dim), MIN_DIM),
-    }
 
 
 def prefill_options(dim: int, arch: int) -> dict[str, int]:
