@@ -1,15 +1,18 @@
-"""The Python examples of docs/clients.md run as they stand there, but for the addresses."""
+"""The Python examples of docs/clients.md and of the client run as they stand there, but for the addresses."""
 
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 
 
 def examples(repo: Path) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (repo / "docs/clients.md").read_text(), re.DOTALL)
+    texts = [(repo / name).read_text() for name in ("docs/clients.md", "services/client/README.md")]
+    return [example for text in texts for example in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # an example need not close its client
@@ -22,3 +25,12 @@ def test_the_python_examples_run(engine_server, repo, capsys):
         assert here != example
         exec(compile(here, "docs/clients.md", "exec", dont_inherit=True), {"__name__": "__main__"})
         assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("name", ["review.py", "branches.py"])
+def test_the_clients_examples_run(engine_server, repo, capsys, monkeypatch, name):
+    monkeypatch.setattr(sys, "argv", [name, engine_server.grpc])
+    runpy.run_path(str(repo / "services/client/examples" / name), run_name="__main__")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 3
+    assert not [line for line in lines if "Error" in line or "InvalidRequest" in line]

@@ -7,15 +7,22 @@ from pathlib import Path
 
 from proto import messages, signalbox_pb2, signalbox_pb2_grpc
 
-STUBS = ("signalbox_pb2.py", "signalbox_pb2.pyi", "signalbox_pb2_grpc.py")
+CLIENT = "services/client/signalbox_client"
+STUBS = (
+    "proto/signalbox_pb2.py",
+    "proto/signalbox_pb2.pyi",
+    "proto/signalbox_pb2_grpc.py",
+    f"{CLIENT}/signalbox_pb2.py",
+    f"{CLIENT}/signalbox_pb2.pyi",
+)
 
 
 def test_the_committed_stubs_are_those_of_the_schema(repo: Path, tmp_path: Path) -> None:
     script = repo / "scripts" / "generate_stubs.sh"
     subprocess.run([script, tmp_path], check=True, env={**os.environ, "PYTHON": sys.executable})
     for name in STUBS:
-        committed, generated = repo / "proto" / name, tmp_path / "proto" / name
-        assert committed.read_text() == generated.read_text(), f"proto/{name} is old: run scripts/generate_stubs.sh"
+        committed, generated = repo / name, tmp_path / name
+        assert committed.read_text() == generated.read_text(), f"{name} is old: run scripts/generate_stubs.sh"
 
 
 def test_finish_reasons_are_numbered_like_those_of_the_records() -> None:

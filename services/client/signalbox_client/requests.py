@@ -1,0 +1,111 @@
+"""From Python values to a GenerateRequest of signalbox.v1. The server judges the values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from signalbox_client import signalbox_pb2 as pb
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation. name: who said it, where the model's template shows that."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Go on from another request: its prompt and the first `at` output tokens of its choice; None: all so far."""
+
+    request_id: str
+    choice: int = 0
+    at: int | None = None
+
+
+# Text, token ids, a conversation, or a point of another request.
+Prompt = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, str]] | Fork
+
+
+class Options(TypedDict, total=False):
+    """How to go on from the prompt. What is left out takes the model's default; proto/signalbox.proto tells each."""
+
+    request_id: str
+    model: str
+    add_special_tokens: bool
+    add_generation_prompt: bool  # for conversations
+    n: int
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    seed: int
+    logit_bias: Mapping[int, float]
+    allowed_token_ids: Sequence[int]
+    stop: str | Sequence[str]
+    include_stop_str_in_output: bool
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    skip_special_tokens: bool
+    echo: bool
+    logprobs: int
+    prompt_logprobs: int
+    priority: int
+    user: str
+    cache_salt: str
+    json_schema: str | Mapping[str, Any]
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+    json_object: bool
+
+
+def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
+    """The message. Raises TypeError or ValueError, which name the field, for what it cannot hold."""
+    fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    opened = fields.pop("add_generation_prompt", None)
+    if isinstance(fields.get("stop"), str):
+        fields["stop"] = [fields["stop"]]
+    if "choice" in fields:
+        fields["choice"] = pb.Texts(texts=fields["choice"])
+    if "json_schema" in fields and not isinstance(fields["json_schema"], str):
+        fields["json_schema"] = json.dumps(fields["json_schema"])
+    request = pb.GenerateRequest()
+    for name, value in fields.items():
+        try:
+            request.MergeFrom(pb.GenerateRequest(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
+    _set_prompt(request, prompt)
+    if opened is not None:
+        request.chat.add_generation_prompt = opened
+    return request
+
+
+def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif isinstance(prompt, Fork):
+        request.fork.CopyFrom(pb.Fork(request_id=prompt.request_id, choice=prompt.choice, at=prompt.at))
+    elif prompt and isinstance(prompt[0], Message | Mapping):
+        request.chat.messages.extend(_message(message) for message in prompt)
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]  # what is no id raises
+
+
+def _message(message: object) -> pb.ChatMessage:
+    if isinstance(message, Message):
+        return pb.ChatMessage(role=message.role, content=message.content, name=message.name)
+    if isinstance(message, Mapping):
+        return pb.ChatMessage(**message)
+    raise TypeError(f"prompt: a conversation holds messages only, not {type(message).__name__}")
