@@ -50,6 +50,9 @@ def _sampling_params(r: m.SamplingParams) -> None:
         if getattr(r, name) <= 0:
             raise CodecError(name, f"must be greater than 0, not {getattr(r, name)}")
     check_ids(r, "eos_ids", "stop_ids", "bias_ids", "allowed_ids")
+    for ids in r.bad_ids:
+        if not ids or min(ids) < 0 or max(ids) > INT32_MAX:
+            raise CodecError("bad_ids", f"must hold runs of at least one id from 0 to {INT32_MAX}, not {ids[:8]}")
     if len(r.bias_ids) != len(r.bias_values):
         raise CodecError("bias_values", f"must match the {len(r.bias_ids)} bias_ids, not {len(r.bias_values)}")
     if len(set(r.bias_ids)) != len(r.bias_ids):

@@ -105,9 +105,10 @@ class SamplingParams:
 
     A temperature of 0 means greedy. top_k 0, top_p 1 and min_p 0 mean off. Penalties: 0, 0 and 1 mean off.
     eos_ids end the sequence unless ignored (then the tuple is empty); stop_ids end it as the request asked.
-    min_tokens masks both until so many output tokens stand. The output matches the grammar, if there is one. logprobs
-    and prompt_logprobs: -1 for none, else how many alternatives beside the token itself (0 to 20); values are raw,
-    before penalties and temperature.
+    min_tokens masks both until so many output tokens stand. bad_ids: runs of tokens that the output must not hold; the
+    last token of one is masked where the others stand before it. The output matches the grammar, if there is one.
+    logprobs and prompt_logprobs: -1 for none, else how many alternatives beside the token itself (0 to 20); values are
+    raw, before penalties and temperature.
     """
 
     temperature: float = 0.0
@@ -123,6 +124,7 @@ class SamplingParams:
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()
     allowed_ids: tuple[int, ...] = ()  # empty: all
+    bad_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int = -1
     prompt_logprobs: int = -1
     grammar: str = ""  # empty: none; else one of GRAMMAR_KINDS, a line break, and the grammar's source

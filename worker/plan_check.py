@@ -86,6 +86,7 @@ def _check_sequence(join: Join, batch: Batch, vocab_size: int) -> None:
         (params.stop_ids, "stop id"),
         (params.bias_ids, "bias id"),
         (params.allowed_ids, "allowed id"),
+        ([id for run in params.bad_ids for id in run], "bad id"),
     ):
         _check_range(np.asarray(ids, np.int64), vocab_size, f"{where} {name}")
     if len(params.bias_ids) != len(params.bias_values):

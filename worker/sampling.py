@@ -67,8 +67,8 @@ def penalties_of(params: SamplingParams) -> tuple[float, float, float]:
 
 
 def constrains_ids(params: SamplingParams) -> bool:
-    """True when logits change by bias, allowed ids, a grammar or min_tokens."""
-    return bool(params.bias_ids or params.allowed_ids or params.grammar or params.min_tokens)
+    """True when logits change by bias, allowed ids, a grammar, min_tokens or bad ids."""
+    return bool(params.bias_ids or params.allowed_ids or params.grammar or params.min_tokens or params.bad_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class Adjustment:
     allowed_bits: Int32
     """What the row's grammar allows: bit i % 32 of word i // 32 is for id i. Empty: all."""
     banned_ids: Int32
-    """End-of-text and stop ids while min_tokens is not reached."""
+    """End-of-text and stop ids while min_tokens is not reached, and what would complete a run of bad ids."""
     repetition: float
     known_ids: Int32
     """Distinct ids of prompt and output; the repetition penalty is on them."""
@@ -142,7 +142,7 @@ def _adjustment(batch: Batch, index: int, row: int) -> Adjustment:
         output_ids, counts = np.unique(tokens[prompt:], return_counts=True)
         output_counts = int32(counts)
     return dataclasses.replace(
-        constraint(params, index, known - prompt, batch.grammars.bits(row)),
+        constraint(params, index, tokens[prompt:], batch.grammars.bits(row)),
         repetition=params.repetition_penalty,
         known_ids=np.unique(tokens) if params.repetition_penalty != 1.0 else none,
         presence=params.presence_penalty,
@@ -152,14 +152,15 @@ def _adjustment(batch: Batch, index: int, row: int) -> Adjustment:
     )
 
 
-def constraint(params: SamplingParams, index: int, num_output: int, bits: Int32 | None) -> Adjustment:
-    """All but the penalties, for a row with so many output tokens and what its grammar allows (None: no grammar)."""
+def constraint(params: SamplingParams, index: int, output: Int32, bits: Int32 | None) -> Adjustment:
+    """All but the penalties, for a row with these output tokens and what its grammar allows (None: no grammar)."""
     none = int32()
-    banned_ids = int32((*params.eos_ids, *params.stop_ids)) if num_output < params.min_tokens else none
+    ends = (*params.eos_ids, *params.stop_ids) if len(output) < params.min_tokens else ()
+    banned_ids = int32((*ends, *completing(params.bad_ids, output)))
     if bits is None:
         bits = none
     elif len(banned_ids) and _leaves_nothing(bits, banned_ids):
-        banned_ids = none  # the grammar has ended before min_tokens: nothing else may follow
+        banned_ids = none  # nothing else may follow: the grammar has ended before min_tokens, say
     return Adjustment(
         index=index,
         bias_ids=int32(params.bias_ids),
@@ -174,6 +175,15 @@ def constraint(params: SamplingParams, index: int, num_output: int, bits: Int32 
         output_ids=none,
         output_counts=none,
     )
+
+
+def completing(bad_ids: tuple[tuple[int, ...], ...], output: Int32) -> list[int]:
+    """The ids with which `output` would hold one of the runs."""
+    return [
+        ids[-1]
+        for ids in bad_ids
+        if len(ids) <= len(output) + 1 and output[len(output) - len(ids) + 1 :].tolist() == list(ids[:-1])
+    ]
 
 
 def _leaves_nothing(bits: Int32, banned_ids: Int32) -> bool:

@@ -12,7 +12,7 @@ from proto.messages import Add, FinishReason, SequenceStart, int32
 from services.frontend.choice import Choice, Tally
 from services.frontend.context import FrontendContext
 from services.frontend.grammar import settle_grammar
-from services.frontend.prepare import PreparedPrompt, prepare
+from services.frontend.prepare import PreparedPrompt, prepare, settle_bad_words
 from services.frontend.request import GenerateRequest
 from services.frontend.types import Chunk, Output, RequestStream
 
@@ -28,6 +28,7 @@ async def generate(context: FrontendContext, request: GenerateRequest) -> AsyncG
     began = time.monotonic()
     context.metrics.ignored_fields(request.ignored_fields)
     request = await settle_grammar(request, context.grammars)
+    request = await settle_bad_words(context, request)
     prompts = await prepare(context, request)
     tally = Tally(sum(len(prompt.ids) for prompt in prompts))
     choices = [

@@ -38,7 +38,7 @@ PLAIN_FIELDS = (
     "user",
     "cache_salt",
 )
-LIST_FIELDS = ("allowed_token_ids", "stop", "stop_token_ids")
+LIST_FIELDS = ("allowed_token_ids", "stop", "stop_token_ids", "bad_words")
 # Names in the body of a chat that this API spells otherwise.
 RENAMED = {
     "messages": "chat.messages",

@@ -18,6 +18,7 @@ from services.frontend.http_errors import Failure, failure_of, http_failure
 from services.frontend.http_generate import chat_completions, completions
 from services.frontend.http_keys import CONTEXT, FINGERPRINT, REQUEST_ID
 from services.frontend.http_text import detokenize, tokenize
+from services.frontend.openapi import openapi
 from services.frontend.prometheus import CONTENT_TYPE
 from services.frontend.request import ValidationFailed
 from services.frontend.schema import REQUEST_ID_PATTERN, REQUEST_ID_RULE
@@ -55,6 +56,7 @@ def build_app(context: FrontendContext) -> web.Application:
     app.router.add_get("/ready", _ready)
     app.router.add_get("/version", _version)
     app.router.add_get("/metrics", _metrics)
+    app.router.add_get("/openapi.json", openapi)
     return app
 
 

@@ -77,6 +77,23 @@ async def encode(context: FrontendContext, text: str, field: str, *, add_special
     return await context.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
+async def settle_bad_words(context: FrontendContext, request: GenerateRequest) -> GenerateRequest:
+    """The request with the token ids of its bad words: each as it is, and as it follows a space.
+
+    Raises ValidationFailed when they leave no token that may be sampled.
+    """
+    if not request.bad_words:
+        return request
+    texts = [text for word in request.bad_words for text in (word, f" {word.lstrip()}")]
+    encoded = [await context.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    params = request.params
+    bad_ids = tuple(dict.fromkeys(tuple(ids) for ids in encoded if ids))
+    ends = {*params.eos_ids, *params.stop_ids} if params.min_tokens else set()
+    if params.allowed_ids and {*params.allowed_ids} <= ends | {ids[0] for ids in bad_ids if len(ids) == 1}:
+        raise ValidationFailed("bad_words rules out all of allowed_token_ids; allow another one", "bad_words")
+    return dataclasses.replace(request, params=dataclasses.replace(params, bad_ids=bad_ids))
+
+
 async def _prepared(context: FrontendContext, request: GenerateRequest, prompt: Prompt, field: str) -> PreparedPrompt:
     num_added = 0
     if isinstance(prompt, str):

@@ -73,7 +73,8 @@ class GenerateRequest:
     carry their OutputTokens (else `tokens` stays empty, which is cheaper). show_prompt_logprobs: the client asked for
     prompt_logprobs by name. timeout: seconds from now until the request is given up, or None. tenant: as a trusted
     gateway named it, else empty.
-    ignored_fields: how many unknown fields the body held. grammar: what params.grammar will be made from.
+    ignored_fields: how many unknown fields the body held. grammar, bad_words: what
+    params.grammar and params.bad_ids will be made from.
     tools: for the chat template. reading: what to look for in a chat answer; None: it is all content.
     """
 
@@ -94,6 +95,7 @@ class GenerateRequest:
     max_tokens: int | None
     max_field: str | None
     stop: tuple[str, ...]
+    bad_words: tuple[str, ...] = ()
     include_stop: bool
     skip_special_tokens: bool
     echo: bool = False

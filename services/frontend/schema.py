@@ -17,6 +17,7 @@ INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
+MAX_BAD_WORDS = 128
 MAX_LOGPROBS = 20
 MAX_BIASES = 1024
 MAX_STOP_IDS = 1024
@@ -58,6 +59,7 @@ def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH, pattern=r"\S")]
 Stops = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Biases = Annotated[dict[str, Bias], BeforeValidator(_biases)]
@@ -117,6 +119,7 @@ class Body(BaseModel):
     stop: Stops | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS)] | None = None
     ignore_eos: bool | None = None
     logit_bias: Biases | None = None
     allowed_token_ids: AllowedIds | None = None
@@ -167,7 +170,6 @@ COMMON_LACKING: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "bad_words": ([],),
     "logprobs_mode": ("raw", "raw_logprobs"),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),

@@ -245,6 +245,7 @@ def _common(
         "grammar": grammar,
         "seed": parsed.seed,
         "stop": tuple(parsed.stop or ()),
+        "bad_words": tuple(parsed.bad_words or ()),
         "include_stop": parsed.include_stop_str_in_output is True,
         "skip_special_tokens": parsed.skip_special_tokens is not False,
         "stream": parsed.stream is True,

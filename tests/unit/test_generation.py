@@ -123,6 +123,17 @@ async def test_cut_characters_are_flushed_at_the_end() -> None:
     assert outputs[-1].finish_reason is FinishReason.LENGTH
 
 
+async def test_bad_words_reach_the_engine_as_they_begin_and_as_they_follow_a_space() -> None:
+    engine = FakeEngine(S1)
+    context = fake_context(engine)
+    await outputs_of(context, completion(context, bad_words=["world", "Obs"]))
+    (params,) = [add.params for add in engine.adds]
+    singles = [tuple(ids_of(*"world")), (*ids_of(" world"),), (*ids_of("Obs"),), (*ids_of(" ", "Obs"),)]
+    assert list(params.bad_ids) == singles
+    with pytest.raises(ValidationFailed, match="bad_words rules out all"):
+        await outputs_of(context, completion(context, bad_words=["Obs"], allowed_token_ids=ids_of("Obs")))
+
+
 async def test_seeds_are_the_clients_plus_the_index() -> None:
     engine, _ = await run(S1, n=3, seed=41)
     assert [start.seed for start in engine.adds[0].sequences] == [41, 42, 43]

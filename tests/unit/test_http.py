@@ -6,8 +6,11 @@ import asyncio
 import contextlib
 import gc
 import io
+import json
+import re
 from typing import Any
 
+import jsonschema
 import orjson
 import pytest
 import structlog
@@ -458,6 +461,18 @@ async def test_tokenize_and_detokenize() -> None:
         assert answer["token_strs"][:4] == ["<|im_start|>", "user", "\n", "Hello"]
         answer = await (await front.post("/detokenize", json={"tokens": ids_of("<|im_start|>", " quick")})).json()
         assert answer == {"prompt": "<|im_start|> quick"}
+
+
+async def test_the_description_holds_every_route() -> None:
+    async with http_front(fake_context(FakeEngine())) as front:
+        described = await (await front.get("/openapi.json")).json()
+    served = {resource.canonical for resource in build_app(fake_context(FakeEngine())).router.resources()}
+    assert set(described["paths"]) == served
+    text = json.dumps(described)
+    for reference in set(re.findall(r"#/components/schemas/(\w+)", text)):
+        assert reference in described["components"]["schemas"]
+    for name in ("CompletionBody", "ChatBody"):
+        jsonschema.Draft202012Validator.check_schema(described["components"]["schemas"][name])
 
 
 async def test_metrics_are_prometheus_text_with_the_names_of_vllm() -> None:

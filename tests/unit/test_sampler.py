@@ -194,6 +194,7 @@ def test_parameters_that_adjust_logits() -> None:
         {"bias_ids": (1,), "bias_values": (0.5,)},
         {"allowed_ids": (1,)},
         {"min_tokens": 1},
+        {"bad_ids": ((1, 2),)},
         {"presence_penalty": 0.1},
         {"frequency_penalty": -0.1},
         {"repetition_penalty": 1.1},

@@ -186,6 +186,9 @@ def test_the_alias_is_the_same_model() -> None:
         ({"stop": [""]}, "stop.0"),
         ({"stop": ""}, "stop.0"),
         ({"stop": ["x"] * 17}, "stop"),
+        ({"bad_words": [" "]}, "bad_words.0"),
+        ({"bad_words": ["x"] * 129}, "bad_words"),
+        ({"bad_words": "x"}, "bad_words"),
         ({"stop": "x" * 1025}, "stop.0"),
         ({"stop": 5}, "stop"),
         ({"stop": [5]}, "stop.0"),
@@ -311,7 +314,6 @@ def test_refused_in_chat(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("bad_words", ["x"]),
         ("logprobs_mode", "sampled"),
         ("use_beam_search", True),
         ("length_penalty", 0.5),
@@ -331,7 +333,6 @@ def test_what_we_lack_is_refused_by_name(field: str, value: object) -> None:
     ("field", "value"),
     [
         ("response_format", {"type": "text"}),
-        ("bad_words", []),
         ("logprobs_mode", "raw"),
         ("use_beam_search", False),
         ("length_penalty", 1.0),

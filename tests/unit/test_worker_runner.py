@@ -100,6 +100,17 @@ def test_min_tokens_masks_the_ends(runner: Runner) -> None:
         assert not set(held.output[:minimum]) & set(ends)
 
 
+def test_bad_ids_never_come(runner: Runner) -> None:
+    free = alone(runner, PROMPT, SamplingParams()).output
+    first, second = (free[0],), tuple(free[1:4])
+    held = alone(runner, PROMPT, SamplingParams(bad_ids=(first,))).output
+    assert first[0] not in held
+    held = alone(runner, PROMPT, SamplingParams(bad_ids=(second,))).output
+    assert held[:3] == free[:3]
+    assert held[3] != free[3]
+    assert second not in zip(held, held[1:], held[2:], strict=False)
+
+
 def test_a_row_with_nothing_to_sample_stops_once_its_prompt_is_computed(runner: Runner) -> None:
     driver = Driver(runner, budget=7)
     sequence = driver.add(PROMPT, max_tokens=0, params=SamplingParams(prompt_logprobs=1))

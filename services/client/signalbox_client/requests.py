@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     include_stop_str_in_output: bool
     stop_token_ids: Sequence[int]
+    bad_words: Sequence[str]
     ignore_eos: bool
     skip_special_tokens: bool
     echo: bool
