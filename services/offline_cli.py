@@ -1,4 +1,4 @@
-"""Commands that need no running engine, or ask one for its event log: `replay`, `events`, `story` and `plan`."""
+"""Commands that need no running engine, or ask one for its event log: `replay`, `events`, `story`, `plan`, `keys`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
     app.command()(events)
     app.command()(story)
     app.command()(plan)
+    app.command()(keys)
 
 
 def replay(
@@ -118,3 +119,17 @@ def plan(
         planner.Use(block_size=block_size, context=context, tokens=tokens),
         json=json,
     )
+
+
+def keys(
+    folder: Annotated[Path, typer.Argument(help="Where the files go; it is made when it is absent.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME...", help="scheduler, worker, frontend, or one of them with -NAME: worker-gpu0."),
+    ],
+) -> None:
+    """Make key pairs for services on different machines: NAME.key is the secret, NAME.pub is for the others."""
+    from services.keys import make_keys
+
+    for public in make_keys(folder, names):
+        typer.echo(public)

@@ -15,7 +15,14 @@ from services.settings import Address, ByteSize, CommonSettings, Metavar, Settin
 
 Settings = TypeVar("Settings", bound=CommonSettings)
 
-METAVARS = {Address: "HOST:PORT", ByteSize: "SIZE", Path: "FOLDER", Path | None: "FOLDER", float: "SECONDS"}
+METAVARS = {
+    Address: "HOST:PORT",
+    Address | None: "HOST:PORT",
+    ByteSize: "SIZE",
+    Path: "FOLDER",
+    Path | None: "FOLDER",
+    float: "SECONDS",
+}
 
 
 def ordered_fields(kind: type[CommonSettings]) -> list[dataclasses.Field[Any]]:
@@ -53,9 +60,10 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     default = default_of(field)
     metavar = next((mark.text for mark in more if isinstance(mark, Metavar)), METAVARS.get(kind))
     option: dict[str, Any] = {"help": text, "envvar": variable_of(field.name), "metavar": metavar}
-    if kind in (Address, ByteSize):
-        option["parser"] = _parser(kind.parse)
-        default = str(default)
+    parsed = next((each for each in (Address, ByteSize) if kind in (each, each | None)), None)
+    if parsed is not None:
+        option["parser"] = _parser(parsed.parse)
+        default = None if default is None else str(default)
     if isinstance(default, StrEnum):
         option["case_sensitive"] = False
     if default in ("", None):

@@ -36,11 +36,12 @@ from scheduler.config import SchedulerConfig
 from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected, Tick
 from scheduler.state import Link, SchedulerState
 from services.eventlog import EventLog, Kind
+from services.keys import Gatekeeper
 from services.run_dir import RunDir, SchedulerLock
 from services.settings import DEFAULT_EVENT_MEMORY, SchedulerSettings, SettingsError
 from services.status_file import TOUCH_INTERVAL, StatusFile
 from services.stop_signal import StopSignal
-from services.transport import LAST_WORDS, Router, control_link, frontend_link, milliseconds, plan_link
+from services.transport import LAST_WORDS, Links, Router, bound_links, ipc_links, milliseconds
 
 log = structlog.get_logger()
 
@@ -63,12 +64,15 @@ class SchedulerService:
         run_dir: RunDir,
         config: SchedulerConfig,
         *,
+        links: Links | None = None,
+        peers: Path | None = None,
         record: Path | None = None,
         event_memory: int = DEFAULT_EVENT_MEMORY,
         fault_dir: Path | None = None,
     ) -> None:
         """Bind the sockets. SettingsError when another scheduler has the run folder or `record` cannot be written.
 
+        `links`: where to listen; None: in the run folder. `peers`: public keys to let in, where they have keys.
         `fault_dir`: where the events in memory go when a step fails; None: the run folder.
         """
         self.lock = SchedulerLock(run_dir)
@@ -83,9 +87,11 @@ class SchedulerService:
             self.lock.close()
             raise SettingsError(f"--record {record} cannot be written: {error.strerror}") from error
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.frontends = Router(self.context, frontend_link(run_dir))
-        self.plans = Router(self.context, plan_link(run_dir))
-        self.control = Router(self.context, control_link(run_dir))
+        self.gatekeeper = Gatekeeper(self.context, peers) if peers is not None else None
+        links = links or ipc_links(run_dir)
+        self.frontends = Router(self.context, links.frontend)
+        self.plans = Router(self.context, links.plan)
+        self.control = Router(self.context, links.control)
         self.sources = (
             Source(self.control, (WorkerHello, Heartbeat), FromWorker, Kind.WORKER),
             Source(self.plans, (StepResult, WorkerFault, GrammarReady, GrammarFailed), FromWorker, Kind.WORKER),
@@ -132,6 +138,8 @@ class SchedulerService:
         self.events.close("the scheduler stopped")
         for source in self.sources:
             source.router.close(LAST_WORDS)
+        if self.gatekeeper is not None:
+            self.gatekeeper.close()
         self.context.term()
         self.lock.close()
 
@@ -235,6 +243,8 @@ def run(settings: SchedulerSettings) -> int:
         service = SchedulerService(
             run_dir,
             config_of(settings),
+            links=bound_links(settings, run_dir),
+            peers=settings.link_peers,
             record=settings.record,
             event_memory=settings.event_memory,
             fault_dir=settings.fault_dir,

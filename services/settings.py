@@ -182,6 +182,7 @@ DEFAULT_GRPC = Address("127.0.0.1", 8001)
 DEFAULT_KV_CACHE = ByteSize(512 * 2**20)
 DEFAULT_MAX_BODY = ByteSize(8 * 2**20)
 DEFAULT_EVENT_MEMORY = ByteSize(32 * 2**20)
+MAX_LINK_PORT = 65533
 POSITIVE = Bounds(1)
 NOT_NEGATIVE = Bounds(0)
 
@@ -219,6 +220,31 @@ class ServiceSettings(CommonSettings):
         super().__post_init__()
         if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.name) is None:
             raise SettingsError(f"--name must be 1 to 64 letters, digits, '.', '_' or '-', not {self.name!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkSettings(ServiceSettings):
+    """How a service reaches the others of its engine when they are on other machines (docs/security.md)."""
+
+    link: Annotated[
+        Address | None, "Where the scheduler listens for services on other machines; it takes the next two ports too."
+    ] = None
+    link_key: Annotated[
+        Path | None, "This service's secret key, from `signalbox keys`; --link needs it.", Metavar("FILE")
+    ] = None
+    link_peers: Annotated[
+        Path | None,
+        "Scheduler: folder of the public keys to let in. Others: the scheduler's public key.",
+        Metavar("PATH"),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [value is not None for value in (self.link, self.link_key, self.link_peers)]
+        if any(given) and not all(given):
+            raise SettingsError("--link, --link-key and --link-peers go together: TCP without keys is not offered")
+        if self.link is not None and not 0 < self.link.port <= MAX_LINK_PORT:
+            raise SettingsError(f"--link takes three ports in a row: give one from 1 to {MAX_LINK_PORT}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,17 +378,17 @@ class FrontSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerSettings(ServiceSettings, BatchSettings, QueueSettings, PolicySettings, EventSettings):
+class SchedulerSettings(LinkSettings, BatchSettings, QueueSettings, PolicySettings, EventSettings):
     """What signalbox-scheduler can be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerSettings(ServiceSettings, EngineSettings):
+class WorkerSettings(LinkSettings, EngineSettings):
     """What signalbox-worker can be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrontendSettings(ServiceSettings, FrontSettings, RecoverySettings):
+class FrontendSettings(LinkSettings, FrontSettings, RecoverySettings):
     """What signalbox-frontend can be told."""
 
     share_ports: Annotated[

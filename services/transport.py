@@ -17,7 +17,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from proto.codec import MAX_FRAME_BYTES
+from services.keys import Curve, read_public, read_secret
 from services.run_dir import RunDir
+from services.settings import Address, LinkSettings, SettingsError
 
 MAX_CONTROL_BYTES = 2**20
 
@@ -36,14 +38,28 @@ LAST_WORDS = 0.5
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 400
 
+# Between machines: how a connection whose other end vanished without a word is found.
+PING_MS = 1000
+PING_TIMEOUT_MS = 3000
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """An endpoint with its limits; both ends use the same."""
+    """An endpoint with its limits; both ends use the same. curve: keys, without which no tcp:// endpoint is used."""
 
     endpoint: str
     hwm: int
     max_bytes: int
+    curve: Curve | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """The three links of an engine."""
+
+    frontend: Link
+    plan: Link
+    control: Link
 
 
 def frontend_link(run_dir: RunDir) -> Link:
@@ -61,6 +77,42 @@ def control_link(run_dir: RunDir) -> Link:
     return Link(f"ipc://{run_dir.control}", CONTROL_HWM, MAX_CONTROL_BYTES)
 
 
+def ipc_links(run_dir: RunDir) -> Links:
+    """Inside of one machine: files in a folder that this user alone can enter."""
+    return Links(frontend_link(run_dir), plan_link(run_dir), control_link(run_dir))
+
+
+def tcp_links(address: Address, frontend: Curve, worker: Curve) -> Links:
+    """Between machines: three ports in a row, each for the owners of some keys alone."""
+
+    def link(offset: int, hwm: int, max_bytes: int, curve: Curve) -> Link:
+        return Link(f"tcp://{Address(address.host, address.port + offset)}", hwm, max_bytes, curve)
+
+    return Links(
+        link(0, FRONTEND_HWM, MAX_FRAME_BYTES, frontend),
+        link(1, PLAN_HWM, MAX_FRAME_BYTES, worker),
+        link(2, CONTROL_HWM, MAX_CONTROL_BYTES, worker),
+    )
+
+
+def bound_links(settings: LinkSettings, run_dir: RunDir) -> Links:
+    """Where a scheduler listens. SettingsError when its key cannot be used."""
+    if settings.link is None or settings.link_key is None or settings.link_peers is None:
+        return ipc_links(run_dir)
+    if not settings.link_peers.is_dir():
+        raise SettingsError(f"--link-peers {settings.link_peers} must be the folder of the public keys to let in")
+    secret = read_secret(settings.link_key)
+    return tcp_links(settings.link, Curve(secret, role="frontend"), Curve(secret, role="worker"))
+
+
+def connected_links(settings: LinkSettings, run_dir: RunDir) -> Links:
+    """Where a worker or a frontend finds its scheduler. SettingsError when a key cannot be used."""
+    if settings.link is None or settings.link_key is None or settings.link_peers is None:
+        return ipc_links(run_dir)
+    curve = Curve(read_secret(settings.link_key), server=read_public(settings.link_peers))
+    return tcp_links(settings.link, curve, curve)
+
+
 def new_identity() -> str:
     """A name for one start of a process; both links of a worker carry the same."""
     return secrets.token_hex(12)
@@ -72,11 +124,23 @@ def milliseconds(seconds: float) -> int:
 
 
 def set_options(socket: zmq.Socket[bytes], link: Link) -> None:
-    """The options of every socket. LINGER 0: leaving never hangs; what matters is sent again later."""
+    """The options of every socket. LINGER 0: leaving never hangs; what matters is sent again later.
+
+    SettingsError for a TCP endpoint without keys: whoever reaches its port would be let in.
+    """
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, link.hwm)
     socket.setsockopt(zmq.RCVHWM, link.hwm)
     socket.setsockopt(zmq.MAXMSGSIZE, link.max_bytes)
+    if link.curve is not None:
+        link.curve.arm(socket)
+    elif not link.endpoint.startswith("ipc://"):
+        socket.close()
+        raise SettingsError(f"{link.endpoint} needs CURVE keys: make them with `signalbox keys`, see --link-key")
+    if link.endpoint.startswith("tcp://"):
+        socket.setsockopt(zmq.IPV6, "[" in link.endpoint)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PING_TIMEOUT_MS)
 
 
 class Router:
@@ -86,7 +150,12 @@ class Router:
         self.socket = context.socket(zmq.ROUTER)
         set_options(self.socket, link)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.socket.bind(link.endpoint)
+        try:
+            self.socket.bind(link.endpoint)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            reason = (error.strerror or str(error)).lower()
+            raise SettingsError(f"cannot listen on {link.endpoint}: {reason}; see --link and --run-dir") from error
         self.max_bytes = link.max_bytes
 
     def receive(self) -> Iterator[tuple[str | None, bytes]]:

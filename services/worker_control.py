@@ -13,9 +13,8 @@ import zmq
 from proto.codec import CodecError, decode, encode
 from proto.messages import Header, Heartbeat, Phase, Reset, Shutdown, WorkerHello
 from services.mailbox import Mailbox
-from services.run_dir import RunDir
 from services.status_file import StatusFile
-from services.transport import LAST_WORDS, Dealer, LinkEvent, control_link, link_events, milliseconds
+from services.transport import LAST_WORDS, Dealer, Link, LinkEvent, link_events, milliseconds
 
 BEAT_INTERVAL = 0.25  # seconds between heartbeats
 HELLO_INTERVAL = 1.0  # seconds between hellos that nobody answered
@@ -44,7 +43,7 @@ class ControlThread(threading.Thread):
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        run_dir: RunDir,
+        link: Link,
         identity: str,
         plan_monitor: zmq.Socket[bytes],
         status_file: StatusFile,
@@ -59,7 +58,7 @@ class ControlThread(threading.Thread):
         self._joined = False
         self._next_send = 0.0
         self._up = {"plan": False, "control": False}
-        self._dealer = Dealer(context, control_link(run_dir), identity)
+        self._dealer = Dealer(context, link, identity)
         self._monitors = {"plan": plan_monitor, "control": self._dealer.monitor}
         self._status = status_file
         self._context = copy_context()  # log lines of the thread say what those of its maker say

@@ -28,7 +28,7 @@ from services.run_dir import RunDir
 from services.settings import SettingsError, WorkerSettings
 from services.status_file import StatusFile
 from services.stop_signal import StopSignal
-from services.transport import LAST_WORDS, Dealer, new_identity, plan_link
+from services.transport import LAST_WORDS, Dealer, Links, connected_links, ipc_links, new_identity
 from services.worker_control import Beat, ControlThread
 from worker.errors import ConfigError, PlanError
 
@@ -55,11 +55,13 @@ class WorkerService:
     An error leaves an empty batch and no epoch: the scheduler is told why, plans are ignored until its Reset.
     """
 
-    def __init__(self, run_dir: RunDir, status_file: StatusFile) -> None:
+    def __init__(self, run_dir: RunDir, status_file: StatusFile, links: Links | None = None) -> None:
+        """`links`: where the scheduler listens; None: in the run folder."""
+        links = links or ipc_links(run_dir)
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         identity = new_identity()
-        self.plans = Dealer(self.context, plan_link(run_dir), identity)
-        self.control = ControlThread(self.context, run_dir, identity, self.plans.monitor, status_file)
+        self.plans = Dealer(self.context, links.plan, identity)
+        self.control = ControlThread(self.context, links.control, identity, self.plans.monitor, status_file)
         self.poller = zmq.Poller()
         self.poller.register(self.plans.socket, zmq.POLLIN)
         self.poller.register(self.control.inbox.fd, zmq.POLLIN)
@@ -201,9 +203,10 @@ def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) ->
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM. Returns the exit code; SettingsError when the scheduler sends this worker away."""
     run_dir = RunDir.prepare(settings.run_dir)
+    links = connected_links(settings, run_dir)
     with StopSignal() as stop:
         status_file = StatusFile(run_dir, "worker", settings.name)
-        service = WorkerService(run_dir, status_file)
+        service = WorkerService(run_dir, status_file, links)
         service.control.start()
         try:
             serve(service, settings, stop)

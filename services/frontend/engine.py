@@ -33,7 +33,7 @@ from proto.messages import (
 from services.frontend.link import Incoming, LinkState, LinkThread
 from services.frontend.streams import Choice, Stream, logprobs_by_row
 from services.frontend.types import RequestRefused
-from services.run_dir import RunDir
+from services.transport import Link
 
 BEAT_INTERVAL = 0.5  # seconds
 SILENCE = 2.0  # seconds without a SchedulerBeat after which the engine is not ready
@@ -44,20 +44,20 @@ log = structlog.get_logger()
 class EngineClient:
     """An Engine (services/frontend/types.py). Use it on the event loop that `start` ran on, and only there.
 
-    counters: this process's own, by sample name; told to the scheduler with every beat.
+    scheduler: where it listens. counters: this process's own, by sample name; told to the scheduler with every beat.
     model_length: the model's context, served until a worker says what fits. recovery_timeout: seconds.
     """
 
     def __init__(
         self,
-        run_dir: RunDir,
+        scheduler: Link,
         name: str,
         *,
         counters: Callable[[], Mapping[str, float]],
         model_length: int,
         recovery_timeout: float,
     ) -> None:
-        self._run_dir = run_dir
+        self._scheduler = scheduler
         self._name = name
         self._counters = counters
         self._model_length = model_length
@@ -77,7 +77,7 @@ class EngineClient:
         """Connect, now and whenever a scheduler is there. The task `beats` ends only by `stop` or an error."""
         self._loop = asyncio.get_running_loop()
         self._heard = self._loop.time()  # when the scheduler last said that it serves
-        self._link = LinkThread(self._run_dir, self._loop, self._deliver)
+        self._link = LinkThread(self._scheduler, self._loop, self._deliver)
         self._link.start()
         self.beats = asyncio.create_task(self._beat_forever())
 

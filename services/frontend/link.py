@@ -17,8 +17,7 @@ import zmq
 from proto.codec import SCHEDULER_TO_FRONTEND, CodecError, decode, encode
 from proto.messages import FrontendToScheduler, Header, SchedulerToFrontend
 from services.mailbox import Mailbox
-from services.run_dir import RunDir
-from services.transport import LAST_WORDS, Dealer, LinkEvent, frontend_link, link_events, new_identity
+from services.transport import LAST_WORDS, Dealer, Link, LinkEvent, link_events, new_identity
 
 log = structlog.get_logger()
 
@@ -38,13 +37,13 @@ class LinkThread(threading.Thread):
 
     def __init__(
         self,
-        run_dir: RunDir,
+        link: Link,
         loop: asyncio.AbstractEventLoop,
         deliver: Callable[[list[Incoming]], None],
     ) -> None:
         super().__init__(name="scheduler-link", daemon=True)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._dealer = Dealer(self._context, frontend_link(run_dir), new_identity())
+        self._dealer = Dealer(self._context, link, new_identity())
         self._outbox: Mailbox[bytes | None] = Mailbox()
         self._loop = loop
         self._deliver = deliver

@@ -26,6 +26,7 @@ from services.models import store
 from services.run_dir import RunDir
 from services.settings import Address, FrontendSettings, ReasoningParser, SettingsError
 from services.status_file import TOUCH_INTERVAL, StatusFile
+from services.transport import connected_links
 from worker.loader.keys import read_json
 from worker.loader.model import ModelFiles, open_model
 
@@ -77,7 +78,7 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
     model = served_model(settings, files)
     metrics = FrontendMetrics(model.id)
     engine = EngineClient(
-        run_dir,
+        connected_links(settings, run_dir).frontend,
         settings.name,
         counters=metrics.counters,
         model_length=files.config.max_position_embeddings,

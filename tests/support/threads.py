@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import zmq
 
@@ -15,6 +16,7 @@ from services.mailbox import Mailbox
 from services.run_dir import RunDir
 from services.schedulerd import SchedulerService
 from services.status_file import StatusFile
+from services.transport import Links
 from services.workerd import WorkerService
 
 
@@ -94,9 +96,11 @@ class Loop(threading.Thread):
 
 
 @contextmanager
-def scheduler_thread(run_dir: RunDir, **config: float) -> Iterator[SchedulerService]:
-    """A scheduler in this run folder; its state is validated after every step."""
-    service = SchedulerService(run_dir, SchedulerConfig(**config))
+def scheduler_thread(
+    run_dir: RunDir, links: Links | None = None, peers: Path | None = None, **config: float
+) -> Iterator[SchedulerService]:
+    """A scheduler in this run folder; its state is validated after every step. links, peers: as SchedulerService."""
+    service = SchedulerService(run_dir, SchedulerConfig(**config), links=links, peers=peers)
 
     def step() -> None:
         service.step(0.5)
@@ -111,10 +115,12 @@ def scheduler_thread(run_dir: RunDir, **config: float) -> Iterator[SchedulerServ
 
 
 @contextmanager
-def worker_thread(run_dir: RunDir, runner: SimRunner, name: str = "w0") -> Iterator[WorkerService]:
+def worker_thread(
+    run_dir: RunDir, runner: SimRunner, name: str = "w0", links: Links | None = None
+) -> Iterator[WorkerService]:
     """A worker in this run folder."""
     status_file = StatusFile(run_dir, "worker", name)
-    service = WorkerService(run_dir, status_file)
+    service = WorkerService(run_dir, status_file, links)
     service.control.start()
     service.join(runner, name)
     loop = Loop(service.poller, service.step, service.close)

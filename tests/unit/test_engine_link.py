@@ -17,6 +17,7 @@ from services.frontend.engine import EngineClient
 from services.frontend.streams import Stream
 from services.frontend.types import RequestRefused
 from services.run_dir import RunDir
+from services.transport import frontend_link
 from tests.support.threads import SimRunner, scheduler_thread, worker_thread
 
 
@@ -28,7 +29,11 @@ def run_dir(tmp_path: Path) -> RunDir:
 @asynccontextmanager
 async def client_of(run_dir: RunDir, recovery_timeout: float = 20.0) -> AsyncIterator[EngineClient]:
     client = EngineClient(
-        run_dir, "f0", counters=lambda: {"x_total": 2.0}, model_length=4096, recovery_timeout=recovery_timeout
+        frontend_link(run_dir),
+        "f0",
+        counters=lambda: {"x_total": 2.0},
+        model_length=4096,
+        recovery_timeout=recovery_timeout,
     )
     await client.start()
     try:
