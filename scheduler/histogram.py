@@ -13,18 +13,22 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5.0, 10.0
 class Histogram:
     """Of seconds. counts[i]: observations over bound i - 1 and up to bound i; the last one has no bound."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (len(SECONDS) + 1))
+    bounds: tuple[float, ...] = SECONDS
+    counts: list[int] = field(default_factory=list)
     total: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
     def observe(self, seconds: float) -> None:
         """One more."""
-        self.counts[bisect_left(SECONDS, seconds)] += 1
+        self.counts[bisect_left(self.bounds, seconds)] += 1
         self.total += seconds
 
     def samples(self, name: str) -> Iterator[tuple[str, float]]:
         """The Prometheus samples of the histogram `name`."""
         below = 0
-        for bound, count in zip((*map(str, SECONDS), "+Inf"), self.counts, strict=True):
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
             below += count
             yield f'{name}_bucket{{le="{bound}"}}', below
         yield f"{name}_count", below

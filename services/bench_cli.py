@@ -1,4 +1,4 @@
-"""Commands of `signalbox bench` that simulate the scheduler under load."""
+"""Commands of `signalbox bench` that put one part of the system under load."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
     """Add the commands to `signalbox bench`."""
     app.command()(trace)
     app.command()(long_prompt)
+    app.command()(frontend)
 
 
 def trace(
@@ -68,3 +69,25 @@ def long_prompt(
         scene = replace(scene, engine=engine, length=REAL_LENGTH, arrival=REAL_ARRIVAL)
     scene = replace(scene, length=length or scene.length)
     raise typer.Exit(measurement.main(scene, json=json))
+
+
+def frontend(
+    *,
+    json: Json = False,
+    streams: Annotated[int, typer.Option(min=1, help="Streams at once, a connection each.")] = 256,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each stream.")] = 192,
+    rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 2,
+    api: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    model: Annotated[str, typer.Option(help="For its tokenizer: a name in the store, or a path.")] = DEFAULT_MODEL,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Another checkout, whose frontend takes turns.", show_default=False),
+    ] = None,
+) -> None:
+    """Stream from a scheduler without workers: tokens per second of frontend CPU, and the latency that it adds."""
+    from services.bench import frontend as measurement
+
+    bench = measurement.FrontendBench(
+        streams=streams, tokens=tokens, rounds=rounds, api=api, model=model, baseline=baseline
+    )
+    raise typer.Exit(measurement.main(bench, json=json))

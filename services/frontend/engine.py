@@ -32,10 +32,11 @@ from proto.messages import (
 )
 from services.frontend.link import Incoming, LinkState, LinkThread
 from services.frontend.streams import Choice, Stream, logprobs_by_row
-from services.frontend.types import RequestRefused
+from services.frontend.types import RequestRefused, TokenLogprob
 from services.transport import Link
 
 BEAT_INTERVAL = 0.5  # seconds
+NO_LOGPROBS: dict[int, TokenLogprob] = {}
 SILENCE = 2.0  # seconds without a SchedulerBeat after which the engine is not ready
 
 log = structlog.get_logger()
@@ -233,14 +234,19 @@ class EngineClient:
         tokens, at = frame.tokens.tolist(), 0
         logprobs = logprobs_by_row(frame, tokens)
         ranges = zip(frame.sequences.tolist(), frame.firsts.tolist(), frame.counts.tolist(), strict=True)
+        told: dict[Stream, None] = {}  # those with news, in order: each is told once, of tokens and ends together
         for row, (handle, first, count) in enumerate(ranges):
             known = self._streams.get(handle)
             if known is not None:
                 stream, choice = known
-                if choice.accept(first, tokens[at : at + count], logprobs.get(row, {})):
-                    stream.wake(choice)
+                if choice.accept(first, tokens[at : at + count], logprobs.get(row, NO_LOGPROBS)):
+                    stream.note(choice)
+                    told[stream] = None
             at += count
-        return [end.sequence for end in frame.ends if self._end(end)]
+        acknowledged = [end.sequence for end in frame.ends if self._end(end, told)]
+        for stream in told:
+            stream.tell()
+        return acknowledged
 
     def _note_number(self, number: int, expected: int) -> None:
         """Frame `number` is the newest; all up to `expected` should have come in before."""
@@ -249,8 +255,8 @@ class EngineClient:
             self._tell_all()
         self._last_frame = number
 
-    def _end(self, end: End) -> bool:
-        """Whether the end is known now, so that the scheduler may forget the sequence."""
+    def _end(self, end: End, told: dict[Stream, None]) -> bool:
+        """Whether the end is known now, so that the scheduler may forget the sequence. told: gets its stream."""
         known = self._streams.get(end.sequence)
         if known is None:
             self._aborted.discard(end.sequence)
@@ -259,7 +265,8 @@ class EngineClient:
         if not choice.close(end):
             return False
         self._close(end.sequence)
-        stream.wake(choice)
+        stream.note(choice)
+        told[stream] = None
         return True
 
     def _refuse(self, refused: Refused) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import closing
 
 from proto.messages import Add, FinishReason, SequenceStart, int32
 from services.frontend.choice import Choice, Tally
 from services.frontend.context import FrontendContext
 from services.frontend.grammar import settle_grammar
+from services.frontend.known_requests import KnownRequest
 from services.frontend.prepare import PreparedPrompt, prepare, settle_bad_words
 from services.frontend.request import GenerateRequest
 from services.frontend.types import Chunk, Output, RequestStream
@@ -25,64 +26,130 @@ async def generate(context: FrontendContext, request: GenerateRequest) -> AsyncG
     The first step raises ValidationFailed or RequestRefused when the request cannot be served. Close the generator
     (contextlib.aclosing) or cancel the task that iterates it: the engine then gives everything back at once.
     """
+    with closing(await open_answer(context, request)) as answer:
+        news = asyncio.Event()
+        answer.listen(news.set)
+        while True:
+            output = answer.poll()
+            if output is not None:
+                yield output
+                if output.prompt:  # there may be many at once: others have their turn
+                    await asyncio.sleep(0)
+            elif answer.ended:
+                return
+            else:
+                await news.wait()
+                news.clear()
+
+
+async def open_answer(context: FrontendContext, request: GenerateRequest) -> Answer:
+    """Submit a request. Raises ValidationFailed or RequestRefused when it cannot be served. Close the answer."""
     began = time.monotonic()
     context.metrics.ignored_fields(request.ignored_fields)
     request = await settle_grammar(request, context.grammars)
     request = await settle_bad_words(context, request)
     prompts = await prepare(context, request)
-    tally = Tally(sum(len(prompt.ids) for prompt in prompts))
-    choices = [
-        Choice(request, prompt, context.tokenizer, tally, index=place * request.n + sibling)
-        for place, prompt in enumerate(prompts)
-        for sibling in range(request.n)
-    ]
-    if request.max_tokens == 0 and request.params.prompt_logprobs < 0:
-        for choice in choices:
-            for output in choice.echo_alone():
-                yield output
-                await asyncio.sleep(0)
-        return
-    async with aclosing(_run(context, request, prompts, choices, began)) as outputs:
-        async for output in outputs:
-            yield output
-
-
-async def _run(
-    context: FrontendContext,
-    request: GenerateRequest,
-    prompts: Sequence[PreparedPrompt],
-    choices: Sequence[Choice],
-    began: float,
-) -> AsyncGenerator[Output, None]:
-    """Submit every prompt and turn what comes back into outputs; always leaves nothing behind in the engine."""
-    name = request.request_id or f"{secrets.randbits(64):016x}"
-    timers = [context.metrics.timer(began) for _ in choices]
-    known = context.requests.open(name, request.n, request.tenant, request.cache_salt)
-    streams = known.streams
+    answer = Answer(context, request, prompts, began)
     try:
-        for prompt in prompts:
-            streams.append(context.engine.submit(_add(context, request, prompt, name, began)))
-        context.metrics.prompt_tokens(sum(len(prompt.ids) for prompt in prompts))
-        async with aclosing(_merged(streams)) as chunks:
-            async for place, chunk in chunks:
-                index = place * request.n + chunk.index
-                choice, before = choices[index], choices[index].stop_length
-                of_prompt = max(0, len(prompts[place].ids) - chunk.first)
-                timers[index].arrived(len(chunk.tokens) - of_prompt)
-                for output in choice.feed(chunk):
-                    before = _tell_stop(streams[place], chunk.index, choice, before)
-                    if output.finish_reason is not FinishReason.NONE:
-                        timers[index].ended(output.finish_reason)
-                    yield output
-                    if output.prompt:  # there may be many at once: others have their turn
-                        await asyncio.sleep(0)
-                _tell_stop(streams[place], chunk.index, choice, before)
-    finally:
-        for stream in streams:
+        answer.submit()
+    except BaseException:
+        answer.close()
+        raise
+    return answer
+
+
+class Answer:
+    """The outputs of one request, made from the engine's chunks when they are asked for; nothing here waits.
+
+    ended: every choice has had its last output. After `close` nothing is left behind in the engine.
+    """
+
+    def __init__(
+        self, context: FrontendContext, request: GenerateRequest, prompts: Sequence[PreparedPrompt], began: float
+    ) -> None:
+        self._context, self._request, self._prompts, self._began = context, request, prompts, began
+        tally = Tally(sum(len(prompt.ids) for prompt in prompts))
+        self._choices = [
+            Choice(request, prompt, context.tokenizer, tally, index=place * request.n + sibling)
+            for place, prompt in enumerate(prompts)
+            for sibling in range(request.n)
+        ]
+        self._timers = [context.metrics.timer(began) for _ in self._choices]
+        self._known: KnownRequest | None = None
+        self._streams: list[RequestStream] = []
+        self._open = len(self._choices)
+        self._outputs = self._play()
+
+    def submit(self) -> None:
+        """Give all prompts to the engine, unless the request wants nothing of it. Raises RequestRefused."""
+        context, request = self._context, self._request
+        if request.max_tokens == 0 and request.params.prompt_logprobs < 0:
+            self._outputs = self._echo_alone()
+            return
+        name = request.request_id or f"{secrets.randbits(64):016x}"
+        self._known = context.requests.open(name, request.n, request.tenant, request.cache_salt)
+        self._streams = self._known.streams
+        for prompt in self._prompts:
+            self._streams.append(context.engine.submit(_add(context, request, prompt, name, self._began)))
+        context.metrics.prompt_tokens(sum(len(prompt.ids) for prompt in self._prompts))
+
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Have `on_news` called whenever there may be something to poll."""
+        for stream in self._streams:
+            stream.listen(on_news)
+
+    def poll(self) -> Output | None:
+        """The next output that is there. Raises RequestRefused when the scheduler did not accept the request."""
+        return next(self._outputs)
+
+    @property
+    def ended(self) -> bool:
+        return self._open == 0
+
+    def close(self) -> None:
+        """The request needs nothing more; what has not ended is aborted."""
+        self.listen(_nothing)
+        for stream in self._streams:
             stream.abort()
-        for timer in timers[: len(streams) * request.n]:
+        for timer in self._timers[: len(self._streams) * self._request.n]:
             timer.ended(FinishReason.ABORTED)  # unless it ended before
-        context.requests.close(known)
+        if self._known is not None:
+            self._context.requests.close(self._known)
+            self._known = None
+
+    def _play(self) -> Iterator[Output | None]:
+        """Without end: None stands for nothing now."""
+        while True:
+            for place, stream in enumerate(self._streams):
+                while (chunk := stream.poll()) is not None:
+                    yield from self._outputs_of(place, stream, chunk)
+            yield None
+
+    def _outputs_of(self, place: int, stream: RequestStream, chunk: Chunk) -> Iterator[Output]:
+        index = place * self._request.n + chunk.index
+        choice, timer = self._choices[index], self._timers[index]
+        before = choice.stop_length
+        of_prompt = max(0, len(self._prompts[place].ids) - chunk.first)
+        timer.arrived(len(chunk.tokens) - of_prompt)
+        for output in choice.feed(chunk):
+            before = _tell_stop(stream, chunk.index, choice, before)
+            if output.finish_reason is not FinishReason.NONE:
+                timer.ended(output.finish_reason)
+                self._open -= 1
+            yield output
+        _tell_stop(stream, chunk.index, choice, before)
+
+    def _echo_alone(self) -> Iterator[Output | None]:
+        for choice in self._choices:
+            for output in choice.echo_alone():
+                self._open -= choice.ended
+                yield output
+        while True:
+            yield None
+
+
+def _nothing() -> None:
+    """Listens to an answer that is closed."""
 
 
 def _tell_stop(stream: RequestStream, index: int, choice: Choice, known: int | None) -> int | None:
@@ -118,37 +185,3 @@ def _add(context: FrontendContext, request: GenerateRequest, prompt: PreparedPro
         cache_salt=request.cache_salt,
         deadline=None if request.timeout is None else max(0.0, request.timeout - spent),
     )
-
-
-async def _merged(streams: Sequence[RequestStream]) -> AsyncGenerator[tuple[int, Chunk], None]:
-    """Chunks of all streams with their stream's place, as they come; the first error of one ends all."""
-    if len(streams) == 1:
-        async for chunk in streams[0]:
-            yield 0, chunk
-        return
-    # One slot: what is not taken yet stays in the streams, which merge it.
-    queue: asyncio.Queue[tuple[int, Chunk | Exception | None]] = asyncio.Queue(maxsize=1)
-
-    async def pump(place: int, stream: RequestStream) -> None:
-        try:
-            async for chunk in stream:
-                await queue.put((place, chunk))
-            await queue.put((place, None))
-        except Exception as error:
-            await queue.put((place, error))
-
-    tasks = [asyncio.create_task(pump(place, stream)) for place, stream in enumerate(streams)]
-    try:
-        remaining = len(streams)
-        while remaining:
-            place, item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                remaining -= 1
-            else:
-                yield place, item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

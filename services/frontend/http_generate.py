@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Protocol
 
 import structlog
 from aiohttp import web
 
-from services.frontend.generation import generate
+from services.frontend.event_pump import EventPump
+from services.frontend.generation import generate, open_answer
 from services.frontend.http_body import read_json
-from services.frontend.http_errors import Failure, failed_end, failure_of
+from services.frontend.http_errors import failed_end
 from services.frontend.http_keys import CONTEXT, FINGERPRINT, REQUEST_ID
 from services.frontend.http_shapes import ChatShape, CompletionShape, Shape
-from services.frontend.request import GenerateRequest, Limits, ValidationFailed, limits_of
+from services.frontend.request import GenerateRequest, Limits, limits_of
 from services.frontend.sse import DONE, event, open_stream
 from services.frontend.tenant import tenant_of
-from services.frontend.types import Output, RequestRefused, Usage
+from services.frontend.types import Output
 from services.frontend.validate import validate_chat, validate_completion
 
 log = structlog.get_logger()
@@ -53,10 +54,10 @@ async def _serve(request: web.Request, validate: Validator, kind: type[Shape]) -
         created=int(time.time()),
         fingerprint=request.app[FINGERPRINT],
     )
+    if parsed.stream:
+        return await _stream(request, parsed, shape)
     # Leaving this block, also by the cancellation that a vanished client causes, ends the request in the engine.
     async with aclosing(generate(context, parsed)) as outputs:
-        if parsed.stream:
-            return await _stream(request, parsed, shape, outputs)
         return await _collect(shape, outputs)
 
 
@@ -71,48 +72,23 @@ async def _collect(shape: Shape, outputs: AsyncGenerator[Output, None]) -> web.R
     return web.Response(body=shape.answer(collected, collected[-1].usage), content_type="application/json")
 
 
-async def _stream(
-    request: web.Request, parsed: GenerateRequest, shape: Shape, outputs: AsyncGenerator[Output, None]
-) -> web.StreamResponse:
+async def _stream(request: web.Request, parsed: GenerateRequest, shape: Shape) -> web.StreamResponse:
     """Events as the outputs come. Until the first one an error has a status of its own, then it is an event."""
-    first = await anext(outputs)
-    failure = failed_end(first)
-    if failure is not None:
-        return failure.response()
-    response = await open_stream(request)
-    try:
-        usage, failure = await _write_events(response, shape, first, outputs)
+    # Leaving this block, also by the cancellation that a vanished client causes, ends the request in the engine.
+    with closing(await open_answer(request.app[CONTEXT], parsed)) as answer:
+        pump = EventPump(answer, shape)
+        first = await pump.first()
+        failure = failed_end(first)
         if failure is not None:
-            log.warning("stream failed", status=failure.status, message=failure.message)
-            await response.write(event(failure.body()))
-        else:
-            await response.write((shape.usage_event(usage) if parsed.include_usage else b"") + DONE)
-    except ConnectionResetError:
-        log.info("client gone")
-    return response
-
-
-async def _write_events(
-    response: web.StreamResponse, shape: Shape, first: Output, outputs: AsyncGenerator[Output, None]
-) -> tuple[Usage, Failure | None]:
-    """Write the events of all outputs; returns the last usage, and what went wrong."""
-    output: Output | None = first
-    usage = first.usage
-    try:
-        while output is not None:
-            usage = output.usage
-            failure = failed_end(output)
-            if failure is not None:
-                return usage, failure
-            data = shape.event(output)
-            if data is not None:
-                await response.write(data)
-            output = await anext(outputs, None)
-    except (ValidationFailed, RequestRefused) as error:
-        return usage, failure_of(error)
-    except ConnectionResetError:
-        raise
-    except Exception:
-        log.exception("stream failed")
-        return usage, Failure(status=500, message="internal error", code="internal_error")
-    return usage, None
+            return failure.response()
+        response = await open_stream(request)
+        try:
+            await pump.run(request, first)
+            if pump.failure is not None:
+                log.warning("stream failed", status=pump.failure.status, message=pump.failure.message)
+                await response.write(event(pump.failure.body()))
+            else:
+                await response.write((shape.usage_event(pump.usage) if parsed.include_usage else b"") + DONE)
+        except ConnectionResetError:
+            log.info("client gone")
+        return response

@@ -10,20 +10,26 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from proto.messages import FinishReason
+from scheduler.histogram import Histogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SAMPLE = re.compile(r"([A-Za-z_:][A-Za-z0-9_:]*)(?:\{(.*)\})?")
 LABEL = re.compile(r'([A-Za-z_][A-Za-z0-9_]*)="([^"]*)"')
-FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5, 10, 20, 40, 80, 160)
-TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
-REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 1, 2, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
-# Histograms that the scheduler measures.
-SCHEDULER_HISTOGRAMS = {
+FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
+REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
+HISTOGRAMS = {
+    "signalbox_time_to_first_token_seconds": "From the call to the first token.",
+    "signalbox_inter_token_latency_seconds": "Between arrivals of tokens.",
+    "signalbox_time_per_output_token_seconds": "Mean time per token of a choice, after its first.",
+    "signalbox_request_latency_seconds": "From the call to a choice's end.",
+    "signalbox_request_decode_time_seconds": "From a choice's first token to its last.",
+    # These the scheduler measures.
     "signalbox_request_queue_time_seconds": "From a sequence's arrival to its first row.",
     "signalbox_request_prefill_time_seconds": "From a sequence's first row to its first token.",
 }
@@ -77,7 +83,7 @@ class ChoiceTimer:
             self._metrics.first_token.observe(now - self._began)
         self._last = now
         self._count += count
-        self._metrics.generation_tokens.inc(count)
+        self._metrics.generation_tokens += count
 
     def ended(self, reason: FinishReason) -> None:
         """The choice is over; only the first call counts."""
@@ -102,28 +108,20 @@ class FrontendMetrics(Collector):
         def counter(name: str, text: str) -> Counter:
             return Counter(f"signalbox_{name}", text, registry=self._registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"signalbox_{name}", text, buckets=buckets, registry=self._registry)
-
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests given to the engine.")
-        self.generation_tokens = counter("generation_tokens", "Output tokens received from the engine.")
         self._ignored = counter("ignored_fields", "Unknown fields in request bodies, which were ignored.")
         ended = Counter(
             "signalbox_request_success", "Choices that ended.", ["finished_reason"], registry=self._registry
         )
         self.finished = {reason: ended.labels(reason) for reason in (*REASONS.values(), "error")}
         self._responses = Counter("signalbox_http_responses", "HTTP responses.", ["status"], registry=self._registry)
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "From the call to the first token.", FIRST_TOKEN_BUCKETS
-        )
-        self.inter_token = histogram("inter_token_latency_seconds", "Between arrivals of tokens.", TOKEN_BUCKETS)
-        self.per_token = histogram(
-            "time_per_output_token_seconds", "Mean time per token of a choice, after its first.", TOKEN_BUCKETS
-        )
-        self.latency = histogram("request_latency_seconds", "From the call to a choice's end.", REQUEST_BUCKETS)
-        self.decode_time = histogram(
-            "request_decode_time_seconds", "From a choice's first token to its last.", REQUEST_BUCKETS
-        )
+        # Of every token, so plain numbers: a Prometheus client's take ten times as long.
+        self.generation_tokens = 0
+        self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
+        self.inter_token = Histogram(TOKEN_BUCKETS)
+        self.per_token = Histogram(TOKEN_BUCKETS)
+        self.latency = Histogram(REQUEST_BUCKETS)
+        self.decode_time = Histogram(REQUEST_BUCKETS)
         self._families = {family.name: family for family in self._registry.collect()}
         self._samples: Mapping[str, float] = {}
 
@@ -146,12 +144,20 @@ class FrontendMetrics(Collector):
 
     def counters(self) -> dict[str, float]:
         """Totals since the process began, by sample name with its labels."""
-        return {
+        counters = {
             _key(sample.name, sample.labels): sample.value
             for family in self._registry.collect()
             for sample in family.samples
             if not sample.name.endswith("_created")
         }
+        counters["signalbox_generation_tokens_total"] = float(self.generation_tokens)
+        for name, histogram in zip(HISTOGRAMS, self._histograms(), strict=False):
+            counters.update(histogram.samples(name))
+        return counters
+
+    def _histograms(self) -> tuple[Histogram, ...]:
+        """In the order of HISTOGRAMS, whose others are the scheduler's."""
+        return self.first_token, self.inter_token, self.per_token, self.latency, self.decode_time
 
     def render(self, samples: Mapping[str, float]) -> bytes:
         """The body of `/metrics`. samples: Engine.metrics(), which holds these counters summed over all frontends."""
@@ -175,7 +181,7 @@ class FrontendMetrics(Collector):
     def _family(self, sample: str, families: dict[str, Metric]) -> Metric:
         """Where the sample belongs: our own declared one, else a counter or a gauge of the scheduler."""
         name = re.sub(r"_(total|bucket|sum|count)$", "", sample)
-        own, measured = self._families.get(name), SCHEDULER_HISTOGRAMS.get(name)
+        own, measured = self._families.get(name), HISTOGRAMS.get(name)
         name = name if own or measured or sample.endswith("_total") else sample
         if name not in families:
             kind = own.type if own else "histogram" if measured else "counter" if sample.endswith("_total") else "gauge"

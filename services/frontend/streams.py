@@ -5,9 +5,8 @@ A slow reader costs no more memory than the text itself: what comes in meanwhile
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -131,7 +130,7 @@ class Stream:
         self._ready: deque[Choice] = deque()  # those with something for the reader
         self._unread = len(self.choices)  # choices whose end the reader has not had
         self._refused: RequestRefused | None = None
-        self._reader: asyncio.Future[None] | None = None
+        self._on_news: Callable[[], None] | None = None
 
     @property
     def open(self) -> list[Choice]:
@@ -157,11 +156,10 @@ class Stream:
         age = self.add.age + elapsed if self.sent else self.add.age
         return replace(self.add, sequences=starts, age=age, deadline=deadline)
 
-    def wake(self, choice: Choice) -> None:
-        """`choice` has something new for the reader."""
+    def note(self, choice: Choice) -> None:
+        """`choice` has something new for the reader, who is told of it by `tell`."""
         if choice not in self._ready:
             self._ready.append(choice)
-        self._wake_reader()
 
     def refuse(self, error: RequestRefused) -> None:
         """The request was not accepted: the reader gets `error`, or ends if it has had something already."""
@@ -172,7 +170,7 @@ class Stream:
         for choice in self.open:
             choice.ended = True
         self._refused = error
-        self._wake_reader()
+        self.tell()
 
     def end_all(self, reason: FinishReason, message: str) -> None:
         """End every open choice here and now, or as the frontend wanted where it had found the end itself."""
@@ -181,7 +179,8 @@ class Stream:
             told = "" if choice.finish else message
             handle = choice.start.sequence
             choice.close(End(sequence=handle, reason=own_reason, length=length, message=told))
-            self.wake(choice)
+            self.note(choice)
+        self.tell()
 
     def finish(self, index: int, length: int, reason: FinishReason) -> None:
         """See RequestStream. A choice that has ended stays as it is."""
@@ -196,32 +195,34 @@ class Stream:
             self._sender.abort_stream(self)
             self.end_all(FinishReason.ABORTED, "aborted")
 
-    def __aiter__(self) -> AsyncIterator[Chunk]:
-        return self
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """See RequestStream."""
+        self._on_news = on_news
 
-    async def __anext__(self) -> Chunk:
-        while True:
-            while self._ready:
-                chunk = self._ready[0].take()
-                if chunk is None:
-                    self._ready.popleft()
-                    continue
+    def poll(self) -> Chunk | None:
+        """See RequestStream."""
+        while self._ready:
+            chunk = self._ready[0].take()
+            if chunk is None:
+                self._ready.popleft()
+                continue
+            if len(self._ready) > 1:
                 self._ready.rotate(-1)  # every choice has its turn
-                self._unread -= chunk.end is not None
-                return chunk
-            if self._refused is not None:
-                raise self._refused
-            if self._unread == 0:
-                raise StopAsyncIteration
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
+            self._unread -= chunk.end is not None
+            return chunk
+        if self._refused is not None:
+            raise self._refused
+        return None
 
-    def _wake_reader(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
+    @property
+    def exhausted(self) -> bool:
+        """See RequestStream."""
+        return self._unread == 0
+
+    def tell(self) -> None:
+        """Tell the listener that there is something new."""
+        if self._on_news is not None:
+            self._on_news()
 
 
 def logprobs_by_row(frame: TokenFrame, tokens: list[int]) -> dict[int, dict[int, TokenLogprob]]:

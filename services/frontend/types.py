@@ -2,11 +2,14 @@
 
 ``engine.EngineClient`` yields Chunks (token ids); ``generation.generate`` turns them into Outputs (text), which the
 HTTP and gRPC fronts only format.
+
+Chunk, Output and Usage are made for every token, and never changed; they are not frozen because a frozen record takes
+several times as long to make.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +26,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]  # (token id, logprob)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Chunk:
     """New tokens of choice `index`, from absolute position `first`, without gap or overlap to the chunk before.
 
@@ -39,12 +42,17 @@ class Chunk:
 
 
 class RequestStream(Protocol):
-    """The answer to one Add. Iterates over Chunks until every choice has ended, then stops.
+    """The answer to one Add: Chunks until every choice has ended. What is not taken yet is merged."""
 
-    Raises RequestRefused when the scheduler did not accept the request.
-    """
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """Have `on_news` called, on the event loop, whenever there may be something to poll; once for each frame."""
 
-    def __aiter__(self) -> AsyncIterator[Chunk]: ...
+    def poll(self) -> Chunk | None:
+        """The next Chunk that is there. Raises RequestRefused when the scheduler did not accept the request."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the end of every choice has been polled."""
 
     @property
     def add(self) -> Add:
@@ -112,7 +120,7 @@ class OutputToken:
     logprob: TokenLogprob | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Usage:
     """Token counts of a whole request: the prompt once, the outputs of all choices summed."""
 
@@ -121,7 +129,7 @@ class Usage:
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Output:
     """One increment for one choice. Never both empty text and no finish_reason and no tokens.
 

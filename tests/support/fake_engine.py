@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from proto.messages import Add, End, FinishReason
 from services.frontend.context import FrontendContext, ServedModel
@@ -36,7 +36,9 @@ class FakeStream:
         self.ended = False
         self._given: list[list[int]] = [[] for _ in outputs]  # what the reader has had
         self._open = set(range(len(outputs)))
-        self._wake = asyncio.Event()
+        self._chunks = self._all_chunks()
+        self._due = False  # the next chunk may be polled
+        self._on_news: Callable[[], None] = lambda: None
 
     def outputs(self, index: int) -> list[int]:
         """See RequestStream."""
@@ -54,21 +56,43 @@ class FakeStream:
         """Ends every choice as ABORTED; after the end nothing happens."""
         if not self.ended:
             self.aborted = True
-        self._wake.set()
+            self.go_on()
 
-    async def _pause(self) -> None:
-        """A place where a test may hold the engine, and where an abort goes through."""
-        waits = [asyncio.ensure_future(self.engine.running.wait()), asyncio.ensure_future(self._wake.wait())]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+    def listen(self, on_news: Callable[[], None]) -> None:
+        """See RequestStream. Each chunk that is polled brings on the next."""
+        self._on_news = on_news
+        self._bring()
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    def poll(self) -> Chunk | None:
+        """See RequestStream."""
         if self.engine.refuse_later is not None:
             self.ended = True
             raise self.engine.refuse_later
+        if not self._due or not (self.engine.running.is_set() or self.aborted):
+            return None
+        self._due = False
+        chunk = next(self._chunks, None)
+        if chunk is not None:
+            self._bring()
+        return chunk
+
+    @property
+    def exhausted(self) -> bool:
+        """See RequestStream."""
+        return self.ended
+
+    def go_on(self) -> None:
+        """The engine runs again, or the stream was aborted."""
+        self._bring()
+
+    def _bring(self) -> None:
+        asyncio.get_running_loop().call_soon(self._arrive)
+
+    def _arrive(self) -> None:
+        self._due = True
+        self._on_news()
+
+    def _all_chunks(self) -> Iterator[Chunk]:
         num_prompt, params = len(self.add.prompt_ids), self.add.params
         if params.prompt_logprobs >= 0 and num_prompt > 1:
             ids = self.add.prompt_ids[1:].tolist()
@@ -78,9 +102,6 @@ class FakeStream:
         at = dict.fromkeys(range(len(self.script)), 0)
         while at:
             for index in list(at):
-                if not self.engine.running.is_set():
-                    await self._pause()
-                await asyncio.sleep(0)
                 chunk = self._chunk(index, at[index])
                 at[index] += len(chunk.tokens)
                 self._given[index] += chunk.tokens
@@ -128,6 +149,28 @@ class FakeStream:
         return [fake_logprob(self.add, token, self.add.params.logprobs) for token in tokens]
 
 
+class Gate:
+    """Holds all streams of an engine while it is cleared."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+        self._open = True
+
+    def is_set(self) -> bool:
+        """Whether the streams go on."""
+        return self._open
+
+    def clear(self) -> None:
+        """Hold them before their next chunk."""
+        self._open = False
+
+    def set(self) -> None:
+        """Let them go on."""
+        self._open = True
+        for stream in self._engine.streams:
+            stream.go_on()
+
+
 class FakeEngine:
     """Fills the Engine protocol. script: output ids of a request's choice; they end as `end` when the limit allows
     more. running: cleared, it holds all streams before their next chunk. streams: all that were submitted."""
@@ -142,8 +185,7 @@ class FakeEngine:
         self.cached = 0
         self.refuse: RequestRefused | None = None  # at submit
         self.refuse_later: RequestRefused | None = None  # when the stream is read
-        self.running = asyncio.Event()
-        self.running.set()
+        self.running = Gate(self)
         self.streams: list[FakeStream] = []
         self.counters: Callable[[], dict[str, float]] = dict
         self._last_sequence = 0

@@ -18,6 +18,7 @@ from services.frontend.streams import Stream
 from services.frontend.types import RequestRefused
 from services.run_dir import RunDir
 from services.transport import frontend_link
+from tests.support.chunks import chunks_of
 from tests.support.threads import SimRunner, scheduler_thread, worker_thread
 
 
@@ -63,7 +64,7 @@ async def collect(stream: Stream) -> tuple[dict[int, list[int]], dict[int, End]]
     """Tokens and ends of each choice; checks that ranges join without gap and that there is one end."""
     tokens: dict[int, list[int]] = {choice.index: [] for choice in stream.choices}
     ends: dict[int, End] = {}
-    async for chunk in stream:
+    async for chunk in chunks_of(stream):
         assert chunk.index not in ends
         assert chunk.first == 10 + len(tokens[chunk.index])
         tokens[chunk.index] += chunk.tokens
@@ -198,7 +199,7 @@ async def test_abort_gives_the_blocks_back(run_dir):
         async with client_of(run_dir) as client:
             await until(lambda: client.ready)
             stream = client.submit(add(client, 200, (3, 4)))
-            await anext(stream)
+            await anext(chunks_of(stream))
             stream.abort()
             stream.abort()
             _, ends = await collect_rest(stream)
@@ -211,7 +212,7 @@ async def test_abort_gives_the_blocks_back(run_dir):
 async def collect_rest(stream: Stream) -> tuple[list[int], list[End]]:
     tokens: list[int] = []
     ends: list[End] = []
-    async for chunk in stream:
+    async for chunk in chunks_of(stream):
         tokens += chunk.tokens
         ends += [chunk.end] if chunk.end else []
     return tokens, ends
@@ -221,7 +222,7 @@ async def test_finish_ends_a_choice_where_the_frontend_says(run_dir):
     with scheduler_thread(run_dir) as scheduler, worker_thread(run_dir, SimRunner()):
         async with client_of(run_dir) as client:
             stream = client.submit(add(client, 200, (3,)))
-            first = await anext(stream)
+            first = await anext(chunks_of(stream))
             stream.finish(0, 11, FinishReason.STOP)
             tokens, (end,) = await collect_rest(stream)
             assert (first.tokens + tokens)[0] == token_at(3, 10)

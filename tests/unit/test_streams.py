@@ -150,38 +150,38 @@ def test_what_no_scheduler_was_sent_has_no_age():
     assert stream.resume(4.0).age == 3.0
 
 
-async def test_every_choice_has_its_turn():
+def test_every_choice_has_its_turn():
     stream, _ = stream_of(1, 2)
     for choice in stream.choices:
         choice.accept(4, [4], {})
-        stream.wake(choice)
-    assert (await anext(stream)).index == 0
+        stream.note(choice)
+    assert stream.poll().index == 0
     stream.choices[0].accept(5, [5], {})
-    stream.wake(stream.choices[0])
-    assert [(await anext(stream)).index for _ in range(2)] == [1, 0]
+    stream.note(stream.choices[0])
+    assert [stream.poll().index for _ in range(2)] == [1, 0]
 
 
-async def test_abort_ends_every_choice_once():
+def test_abort_ends_every_choice_once():
     stream, calls = stream_of(1, 2)
     stream.abort()
     stream.abort()
     assert calls.made == ["abort"]
-    chunks = [chunk async for chunk in stream]
+    chunks = list(iter(stream.poll, None))
     assert [chunk.end.reason for chunk in chunks if chunk.end] == [FinishReason.ABORTED] * 2
 
 
-async def test_a_refusal_is_raised_when_nothing_came_before():
+def test_a_refusal_is_raised_when_nothing_came_before():
     stream, _ = stream_of(1)
     stream.refuse(RequestRefused(RefusalCode.OVERLOADED, "full", 2.0))
     with pytest.raises(RequestRefused, match="full"):
-        await anext(stream)
+        stream.poll()
 
 
-async def test_a_refused_resume_is_an_end():
+def test_a_refused_resume_is_an_end():
     stream, _ = stream_of(1)
     stream.choices[0].accept(4, [4], {})
     stream.refuse(RequestRefused(RefusalCode.UNAVAILABLE, "shutting down"))
-    (chunk,) = [chunk async for chunk in stream]
+    (chunk,) = list(iter(stream.poll, None))
     assert chunk.end == End(sequence=1, reason=FinishReason.UNAVAILABLE, length=5, message="shutting down")
 
 
