@@ -35,7 +35,7 @@ class StepOutputs:
     prompt: Scores | None
 
 
-class Executor(Protocol):
+class Device(Protocol):
     """A device with weights, KV blocks and one block of zeros, the null block, that padding reads."""
 
     @property
@@ -56,6 +56,10 @@ class Executor(Protocol):
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
         """Copies whole KV blocks in every layer. Targets are distinct, and none is a source."""
         ...
+
+
+class Executor(Device, Protocol):
+    """A device that computes a step while the host waits."""
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """Writes the step's KV, and samples. A row's outputs depend on its own tokens alone."""

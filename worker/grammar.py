@@ -207,3 +207,20 @@ class GrammarRows:
     def _tell(self, reports: deque[Report], report: Report) -> None:
         reports.append(report)
         self.wake()
+
+
+class NoGrammars(GrammarRows):
+    """For a batch whose grammars are another's affair."""
+
+    def __init__(self) -> None:
+        self.rows = {}
+
+    def join(self, join: Join) -> None:
+        """Nothing is compiled."""
+
+    def bits(self, row: int) -> Int32 | None:
+        """All ids."""
+        return None
+
+    def reset(self) -> None:
+        """Nothing was kept."""

@@ -11,7 +11,7 @@ from proto.messages import Copy, KVGroup, StepPlan, StepResult, WorkerHello, int
 from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.cpu.native.choice import load_executor
-from worker.executor import Executor
+from worker.executor import Device, Executor
 from worker.grammar import GrammarCompiler, GrammarRows, Report
 from worker.inputs import build_inputs
 from worker.loader.model import ModelFiles, open_model
@@ -22,15 +22,15 @@ from worker.results import FreedLog, apply_outputs, empty_result
 FIRST_WEIGHTS_VERSION = 1
 
 
-class Runner:
-    """Executes plans strictly in order. Not safe for several threads."""
+class BaseRunner:
+    """What runners of all devices share: the batch, and how the worker presents itself."""
 
-    def __init__(self, config: WorkerConfig, files: ModelFiles, executor: Executor) -> None:
+    def __init__(self, config: WorkerConfig, files: ModelFiles, device: Device) -> None:
         self.config = config
         self.files = files
-        self.executor = executor
+        self.device = device
         self.weights_version = FIRST_WEIGHTS_VERSION
-        num_blocks = executor.num_blocks
+        num_blocks = device.num_blocks
         self.batch = Batch(
             max_rows=config.max_rows,
             max_length=min(files.config.max_position_embeddings, num_blocks * config.block_size),
@@ -38,12 +38,6 @@ class Runner:
             num_blocks=num_blocks,
             grammars=GrammarRows(GrammarCompiler(files.tokenizer_file, files.config.vocab_size)),
         )
-
-    @classmethod
-    def load(cls, config: WorkerConfig) -> Runner:
-        """Opens the model and its device; ModelError or ConfigError says in one line what is wrong."""
-        files = open_model(config.model)
-        return cls(config, files, load_executor(config, files))
 
     def hello(self, worker_id: str) -> WorkerHello:
         """How this worker presents itself to a scheduler."""
@@ -58,8 +52,53 @@ class Runner:
             max_length=self.batch.max_length,
             vocab_size=model.vocab_size,
             window=config.resolved_window,
-            device=self.executor.device,
+            device=self.device.device,
         )
+
+    def watch_grammars(self, wake: Callable[[], None]) -> None:
+        """From now on `wake` is called, on any thread, when `grammar_reports` has something new."""
+        self.batch.grammars.wake = wake
+
+    def grammar_reports(self) -> list[Report]:
+        """Which rows' grammars are ready or have failed, since the last call."""
+        return self.batch.grammars.reports()
+
+    def reset(self) -> None:
+        """Empties the batch, for a new epoch."""
+        self.batch.reset()
+
+    def copy(self, plan: StepPlan) -> None:
+        """Copies blocks as the plan says, before anything is written."""
+        copies = [entry for entry in plan.entries if isinstance(entry, Copy)]
+        if copies:
+            self.device.copy_blocks(int32([copy.source for copy in copies]), int32([copy.target for copy in copies]))
+
+    def _fingerprint(self) -> str:
+        """Workers with equal fingerprints compute the same from the same blocks."""
+        config, engine = self.config, type(self.device).__name__
+        facts = (
+            self.files.fingerprint,
+            engine,
+            config.dtype,
+            config.quantization,
+            self.device.kv_dtype,
+            config.block_size,
+        )
+        return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+class Runner(BaseRunner):
+    """Executes plans strictly in order. Not safe for several threads."""
+
+    def __init__(self, config: WorkerConfig, files: ModelFiles, executor: Executor) -> None:
+        super().__init__(config, files, executor)
+        self.executor = executor
+
+    @classmethod
+    def load(cls, config: WorkerConfig) -> Runner:
+        """Opens the model and its device; ModelError or ConfigError says in one line what is wrong."""
+        files = open_model(config.model)
+        return cls(config, files, load_executor(config, files))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Applies and computes one plan; `seconds` of the result is left to the caller, who has a clock.
@@ -74,7 +113,8 @@ class Runner:
             weights_version=self.weights_version,
         )
         freed = FreedLog()
-        self._apply(plan, freed)
+        self.copy(plan)
+        apply_deltas(plan, self.batch, freed)
         active = np.flatnonzero(~self.batch.stopped[plan.rows])
         if not len(active):
             return empty_result(plan, freed, self.weights_version)
@@ -82,44 +122,17 @@ class Runner:
         outputs = self.executor.run(inputs)
         return apply_outputs(plan, self.batch, int32(active), inputs, outputs, freed, self.weights_version)
 
-    def watch_grammars(self, wake: Callable[[], None]) -> None:
-        """From now on `wake` is called, on any thread, when `grammar_reports` has something new."""
-        self.batch.grammars.wake = wake
 
-    def grammar_reports(self) -> list[Report]:
-        """Which rows' grammars are ready or have failed, since the last call."""
-        return self.batch.grammars.reports()
-
-    def reset(self) -> None:
-        """Empties the batch, for a new epoch."""
-        self.batch.reset()
-
-    def _apply(self, plan: StepPlan, freed: FreedLog) -> None:
-        """Everything that comes before the forward pass, in the order of the protocol."""
-        batch, new = self.batch, plan.blocks[0]
-        for row in plan.leaves:
-            had_stopped = batch.stopped[row]
-            blocks = batch.leave(row)
-            if not had_stopped:
-                freed.add(int(row), blocks)
-        for join in plan.joins:
-            batch.join(join)
-        copies = [entry for entry in plan.entries if isinstance(entry, Copy)]
-        if copies:
-            self.executor.copy_blocks(int32([copy.source for copy in copies]), int32([copy.target for copy in copies]))
-        batch.add_blocks(plan.rows, new.counts, new.ids)
-        for index in np.flatnonzero(batch.stopped[plan.rows] & (new.counts > 0)):
-            freed.add(int(plan.rows[index]), batch.stop(int(plan.rows[index])))
-
-    def _fingerprint(self) -> str:
-        """Workers with equal fingerprints compute the same from the same blocks."""
-        config, engine = self.config, type(self.executor).__name__
-        facts = (
-            self.files.fingerprint,
-            engine,
-            config.dtype,
-            config.quantization,
-            self.executor.kv_dtype,
-            config.block_size,
-        )
-        return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+def apply_deltas(plan: StepPlan, batch: Batch, freed: FreedLog) -> None:
+    """What a plan tells of rows before its forward pass, in the order of the protocol."""
+    new = plan.blocks[0]
+    for row in plan.leaves:
+        had_stopped = batch.stopped[row]
+        blocks = batch.leave(row)
+        if not had_stopped:
+            freed.add(int(row), blocks)
+    for join in plan.joins:
+        batch.join(join)
+    batch.add_blocks(plan.rows, new.counts, new.ids)
+    for index in np.flatnonzero(batch.stopped[plan.rows] & (new.counts > 0)):
+        freed.add(int(plan.rows[index]), batch.stop(int(plan.rows[index])))

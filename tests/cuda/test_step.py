@@ -9,12 +9,9 @@ import pytest
 import torch
 
 from proto.messages import SamplingParams
+from tests.cuda.engines import pipelined, torch_runner
 from tests.support.plans import Driver, Sequence
-from tests.support.runners import tiny_runner
-from worker.cuda.decoder import KVPool
-from worker.cuda.executor import EagerExecutor
-from worker.models.weights import load_weights
-from worker.runner import Runner
+from worker.cuda.backend import DirectBackend
 
 pytestmark = pytest.mark.triton
 LONG = [7 * n % 96 for n in range(75)]
@@ -27,22 +24,7 @@ PARAMS = [
 ]
 
 
-def runner(folder: Path, monkeypatch: pytest.MonkeyPatch, **model: Any) -> Runner:
-    monkeypatch.setenv("SIGNALBOX_CPU_ENGINE", "torch")
-    return tiny_runner(folder, model=model, max_step_tokens=40)
-
-
-def with_kernels(made: Runner) -> Runner:
-    config = made.files.config
-    device = torch.device("cpu")
-    cache = KVPool(config, num_blocks=made.batch.num_blocks, page=16, dtype=torch.float32, device=device)
-    cache.blocks.fill_(torch.nan)
-    weights = load_weights(config, made.files.tensors, torch.float32)
-    made.executor = EagerExecutor(config, weights, cache, programs=3)
-    return made
-
-
-def answers(made: Runner) -> list[Sequence]:
+def answers(made: Any) -> list[Sequence]:
     """Decodes beside chunks of a prompt, joins and leaves between steps."""
     driver = Driver(made)
     added = []
@@ -63,8 +45,9 @@ def answers(made: Runner) -> list[Sequence]:
     ids=["llama", "window", "group-of-3"],
 )
 def test_tokens_are_the_cpu_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]) -> None:
-    expected = answers(runner(tmp_path / "model", monkeypatch, **model))
-    found = answers(with_kernels(runner(tmp_path / "model", monkeypatch, **model)))
+    made = torch_runner(tmp_path / "model", monkeypatch, model)
+    expected = answers(made)
+    found = answers(pipelined(made, DirectBackend(torch.device("cpu")), capture=False))
     for one, other in zip(found, expected, strict=True):
         assert one.output == other.output
         assert one.reason == other.reason
@@ -75,8 +58,9 @@ def test_tokens_are_the_cpu_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_copied_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = with_kernels(runner(tmp_path / "model", monkeypatch))
-    blocks = made.executor.cache.blocks
+    made = torch_runner(tmp_path / "model", monkeypatch, {})
+    device = pipelined(made, DirectBackend(torch.device("cpu")), capture=False).device
+    blocks = device.cache.blocks
     blocks[:, 3] = torch.randn(blocks[:, 3].shape)
-    made.executor.copy_blocks(torch.tensor([3]).int().numpy(), torch.tensor([9]).int().numpy())
+    device.copy_blocks(torch.tensor([3]).int().numpy(), torch.tensor([9]).int().numpy())
     assert torch.equal(blocks[:, 9], blocks[:, 3])

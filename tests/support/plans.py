@@ -138,7 +138,7 @@ class Driver:
         self.free.extend(blocks)
 
     def poison(self, blocks: list[int]) -> None:
-        pool = self.runner.executor.cache.blocks
+        pool = self.runner.device.cache.blocks
         nan = BFLOAT16_NAN if pool.dtype == np.uint16 else torch.nan
         pool[:, torch.tensor(blocks, dtype=torch.long)] = nan
 

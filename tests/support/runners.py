@@ -59,4 +59,4 @@ class SmallPool:
     def reset(self) -> None:
         """Empties the batch."""
         self.runner.reset()
-        self.runner.executor.cache.blocks[:, : self.num_blocks] = torch.nan
+        self.runner.device.cache.blocks[:, : self.num_blocks] = torch.nan

@@ -7,12 +7,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from worker.cuda.kernels.attention import LayerKV, Rows
-from worker.cuda.kernels.decode import decode_attention, scratch_size
-from worker.cuda.kernels.gate import gate
-from worker.cuda.kernels.norm import norm
+from worker.cuda.kernels.decode import scratch_size
 from worker.cuda.kernels.plan import Columns
-from worker.cuda.kernels.prefill import max_query_tiles, prefill_attention
-from worker.cuda.kernels.rope import rope_and_write
+from worker.cuda.kernels.prefill import max_query_tiles
+from worker.cuda.kernels.table import Kernels
 from worker.loader.config import ModelConfig
 from worker.models.llama import logits, rope_table
 from worker.models.weights import DecoderWeights, LayerWeights
@@ -48,6 +46,7 @@ class Decoder:
         weights: DecoderWeights,
         cache: KVPool,
         *,
+        kernels: Kernels,
         programs: int,
         arch: int = 90,
         invariant: bool = False,
@@ -55,6 +54,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.cache = cache
+        self.kernels = kernels
         self.programs = programs
         self.arch = arch
         self.invariant = invariant
@@ -77,11 +77,11 @@ class Decoder:
         hidden = F.embedding(columns.token_ids, self.weights.embedding)
         normed, delta = torch.empty_like(hidden), None
         for index, layer in enumerate(self.weights.layers):
-            norm(hidden, delta, layer.attention_norm, normed, None, eps=eps)
+            self.kernels.norm(hidden, delta, layer.attention_norm, normed, None, eps=eps)
             delta = self._attention(layer, self.cache.layer(index), normed, rows, columns.positions, columns.slots)
-            norm(hidden, delta, layer.mlp_norm, normed, None, eps=eps)
+            self.kernels.norm(hidden, delta, layer.mlp_norm, normed, None, eps=eps)
             delta = self._mlp(layer, normed)
-        norm(hidden, delta, self.weights.norm, normed, None, eps=eps)
+        self.kernels.norm(hidden, delta, self.weights.norm, normed, None, eps=eps)
         return normed
 
     def _attention(
@@ -93,22 +93,23 @@ class Decoder:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
-        rope_and_write(qkv, kv, self.cos, self.sin, positions, slots, norms, eps=config.rms_norm_eps)
-        q, mixed = qkv[:, :heads], qkv.new_empty((tokens, heads, dim))
-        num_rows = len(rows.lengths)
+        self.kernels.rope_and_write(qkv, kv, self.cos, self.sin, positions, slots, norms, eps=config.rms_norm_eps)
+        q, num_rows = qkv[:, :heads], len(rows.lengths)
+        # Tokens of padding belong to no row, and nothing else would write them.
+        mixed = qkv.new_zeros((tokens, heads, dim))
         if not self.invariant:
             size = scratch_size(rows=num_rows, programs=self.programs, heads=heads, dim=dim)
             scratch = torch.empty(size, device=self.place)
-            decode_attention(q, kv, rows, mixed, scratch, programs=self.programs, window=window)
+            self.kernels.decode_attention(q, kv, rows, mixed, scratch, programs=self.programs, window=window)
         # In a bucket of decode rows each row has one token.
         if self.invariant or tokens > num_rows:
             least = 1 if self.invariant else 2
             tiles = max_query_tiles(tokens=tokens, rows=num_rows, group=self.group, least=least)
-            prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window, arch=self.arch)
+            self.kernels.prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window, arch=self.arch)
         return F.linear(mixed.view(tokens, -1), layer.out, layer.out_bias)
 
     def _mlp(self, layer: LayerWeights, x_TH: Tensor) -> Tensor:
         gate_up = F.linear(x_TH, layer.gate_up, layer.gate_up_bias)
         gated = gate_up.new_empty((len(x_TH), self.config.intermediate_size))
-        gate(gate_up, gated, None)
+        self.kernels.gate(gate_up, gated, None)
         return F.linear(gated, layer.down, layer.down_bias)

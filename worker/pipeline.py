@@ -1,0 +1,274 @@
+"""A worker whose device runs behind its host: plans are launched before the results of those before them are known.
+
+Two batches follow the same plans. `issued` is where the device will be once all launched plans are done: it takes
+every sampled token for granted, with its place and not its id, and says what the next launch computes. `batch` is
+where the results are: plans and outputs are applied to it in order, exactly as a Runner does, so that results do not
+depend on how far the host was ahead. A row that stops is only known to have when its result is applied; launches
+meanwhile compute it for nothing, and what they give is dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from proto.messages import Int32, Join, StepPlan, StepResult, int32
+from worker.batch import Batch
+from worker.config import WorkerConfig
+from worker.executor import Scores, StepOutputs
+from worker.grammar import NoGrammars
+from worker.inputs import RowInputs, ScoreInputs, build_rows
+from worker.loader.model import ModelFiles
+from worker.plan_check import check_plan
+from worker.results import FreedLog, apply_outputs, empty_result
+from worker.runner import BaseRunner, apply_deltas
+from worker.sampling import Adjustment, SampleInputs, SamplingColumns, constraint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deltas:
+    """Blocks of the rows that a step computes. held[A]: in the row's table before. new_counts[A], new_ids: what is
+    appended, flat."""
+
+    held: Int32
+    new_counts: Int32
+    new_ids: Int32
+
+
+class Ticket(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> None:
+        """Returns when its results are there. Any thread may wait."""
+        ...
+
+    def outputs(self) -> StepOutputs:
+        """The results; waits for them."""
+        ...
+
+
+class PipelinedExecutor(Protocol):
+    """A device that keeps rows, and runs what is enqueued in order. Only `Ticket` waits for it."""
+
+    device: str
+    num_blocks: int
+    kv_dtype: str
+
+    def copy_blocks(self, sources: Int32, targets: Int32) -> None:
+        """Copies whole KV blocks in every layer. Targets are distinct, and none is a source."""
+        ...
+
+    def join(self, joins: Iterable[Join]) -> None:
+        """Takes over the tokens and blocks of rows that begin."""
+        ...
+
+    def forward(self, deltas: Deltas, inputs: RowInputs, sampling: SamplingColumns) -> None:
+        """Enqueues the forward pass."""
+        ...
+
+    def sample(self, inputs: RowInputs, rules: Sequence[Adjustment]) -> Ticket:
+        """Enqueues the sampling of the pass that was enqueued last."""
+        ...
+
+    def idle(self) -> bool:
+        """Does a piece of work that can be put off; False when there is none."""
+        ...
+
+
+@dataclass(kw_only=True)
+class Pending:
+    """A launched plan. launched: indices of its rows that are computed. applied: `batch` has its deltas."""
+
+    plan: StepPlan
+    launched: Int32
+    inputs: RowInputs | None = None
+    ticket: Ticket | None = None
+    arrived: Future[None] | None = None
+    applied: bool = False
+    freed: FreedLog = field(default_factory=FreedLog)
+
+
+class PipelinedRunner(BaseRunner):
+    """`launch` and `collect` are called by one thread; `execute` is both."""
+
+    def __init__(self, config: WorkerConfig, files: ModelFiles, device: PipelinedExecutor) -> None:
+        super().__init__(config, files, device)
+        self.pipeline = device
+        self.issued = Batch(
+            max_rows=self.batch.max_rows,
+            max_length=self.batch.max_length,
+            block_size=self.batch.block_size,
+            num_blocks=self.batch.num_blocks,
+            grammars=NoGrammars(),
+        )
+        self._pending: deque[Pending] = deque()
+        self._done: list[StepResult] = []
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="results")
+        self._wake: Callable[[], None] = lambda: None
+
+    @property
+    def in_flight(self) -> int:
+        """Plans whose results were not collected."""
+        return len(self._pending) + len(self._done)
+
+    def watch_results(self, wake: Callable[[], None]) -> None:
+        """From now on `wake` is called, on any thread, when `collect` may have something."""
+        self._wake = wake
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launches the plan, and waits for its result. Nothing else may be in flight."""
+        self.launch(plan)
+        while self._pending:
+            self._retire()
+        (result,) = self.collect()
+        return result
+
+    def launch(self, plan: StepPlan) -> None:
+        """Enqueues one plan. PlanError: the plan does not fit, and nothing was changed. After any other error the
+        batch must be reset."""
+        issued = self.issued
+        check_plan(
+            plan,
+            issued,
+            max_step_tokens=self.config.max_step_tokens,
+            vocab_size=self.files.config.vocab_size,
+            weights_version=self.weights_version,
+        )
+        self.copy(plan)
+        apply_deltas(plan, issued, FreedLog())
+        self.pipeline.join(plan.joins)
+        pending = Pending(plan=plan, launched=int32(np.flatnonzero(~issued.stopped[plan.rows])))
+        self._pending.append(pending)
+        if len(pending.launched):
+            self._enqueue(pending)
+            assert pending.ticket is not None
+            pending.arrived = self._waiting.submit(pending.ticket.wait)
+            pending.arrived.add_done_callback(lambda _: self._wake())
+        else:
+            self._wake()
+
+    def collect(self) -> list[StepResult]:
+        """Results that are there, in the order of their plans."""
+        while self._pending and ((future := self._pending[0].arrived) is None or future.done()):
+            self._retire()
+        done, self._done = self._done, []
+        return done
+
+    def reset(self) -> None:
+        """Empties the batch, for a new epoch; results of plans in flight are dropped."""
+        super().reset()
+        self.issued.reset()
+        self._pending.clear()
+        self._done.clear()
+
+    def idle(self) -> bool:
+        """Does a piece of work that was put off; False when there is none left. Nothing may be in flight."""
+        return self.pipeline.idle()
+
+    def _enqueue(self, pending: Pending) -> None:
+        plan, launched, issued = pending.plan, pending.launched, self.issued
+        rows, new = plan.rows[launched], plan.blocks[0]
+        inputs = build_rows(issued, rows, plan.starts[launched], plan.counts[launched], adjustments=False)
+        pending.inputs = inputs
+        computed = np.zeros(len(plan.rows), bool)
+        computed[launched] = True
+        counts = new.counts[launched]
+        deltas = Deltas(
+            held=issued.table_length[rows] - counts,
+            new_counts=counts,
+            new_ids=new.ids[np.repeat(computed, new.counts)],
+        )
+        self.pipeline.forward(deltas, inputs, issued.sampling)
+        issued.computed[rows] = inputs.lengths
+        pending.ticket = self.pipeline.sample(inputs, self._rules(inputs))
+        sampled = rows[inputs.sample.rows]
+        issued.append(sampled, np.zeros(len(sampled), np.int32))
+
+    def _rules(self, inputs: RowInputs) -> list[Adjustment]:
+        """Bias and masks of the rows that sample. What a grammar allows and which words are bad follows from the tokens
+        before, so that their results are waited for, while the device computes."""
+        issued, rules = self.issued, []
+        rows = inputs.rows[inputs.sample.rows]
+        constrained = np.flatnonzero(issued.sampling.constrains[rows])
+        if any(issued.params[rows[index]].grammar or issued.params[rows[index]].bad_ids for index in constrained):
+            while len(self._pending) > 1:
+                self._retire()
+            self._apply_plan(self._pending[0])
+        for index in constrained:
+            row, end = int(rows[index]), int(inputs.sample.positions[index])
+            params = issued.params[row]
+            bits = self.batch.grammars.bits(row) if params.grammar else None
+            # Without bad words only the number of these tokens counts.
+            output = self.batch.tokens[row, issued.num_prompt[row] : end]
+            rules.append(constraint(params, int(index), output, bits))
+        return rules
+
+    def _apply_plan(self, pending: Pending) -> None:
+        """Brings a plan's deltas to `batch`, after all plans before it."""
+        if not pending.applied:
+            apply_deltas(pending.plan, self.batch, pending.freed)
+            pending.applied = True
+
+    def _retire(self) -> None:
+        """Applies the oldest plan and its outputs to `batch`."""
+        pending = self._pending[0]
+        outputs = None if pending.ticket is None else pending.ticket.outputs()
+        self._pending.popleft()
+        self._apply_plan(pending)
+        plan, batch = pending.plan, self.batch
+        going = ~batch.stopped[plan.rows]
+        if outputs is None or pending.inputs is None or not going.any():
+            self._done.append(empty_result(plan, pending.freed, self.weights_version))
+            return
+        inputs = pending.inputs
+        keep = going[pending.launched]
+        if not keep.all():
+            inputs, outputs = keep_rows(inputs, outputs, keep)
+        active = int32(np.flatnonzero(going))
+        self._done.append(apply_outputs(plan, batch, active, inputs, outputs, pending.freed, self.weights_version))
+        for row in plan.rows[batch.stopped[plan.rows]]:
+            if self.issued.sequence[row] == batch.sequence[row] and not self.issued.stopped[row]:
+                self.issued.stop(int(row))
+
+
+def keep_rows(inputs: RowInputs, outputs: StepOutputs, keep: NDArray[np.bool_]) -> tuple[RowInputs, StepOutputs]:
+    """A step as if only some of its A rows had been computed; `offsets` stay those of all."""
+    numbers = int32(np.cumsum(keep) - 1)
+    sampled, scored = keep[inputs.sample.rows], keep[inputs.score.rows]
+    left = dataclasses.replace(
+        inputs,
+        rows=inputs.rows[keep],
+        lengths=inputs.lengths[keep],
+        sample=_keep_samples(inputs.sample, sampled, numbers),
+        score=_keep_scores(inputs.score, scored, numbers),
+    )
+    return left, StepOutputs(
+        finite=outputs.finite[keep],
+        tokens=outputs.tokens[sampled],
+        sampled=_keep_values(outputs.sampled, sampled),
+        prompt=_keep_values(outputs.prompt, scored),
+    )
+
+
+def _keep_samples(sample: SampleInputs, keep: NDArray[np.bool_], numbers: Int32) -> SampleInputs:
+    names = ("tokens", "positions", "seeds", "temperature", "top_k", "top_p", "min_p", "tops")
+    columns = {name: getattr(sample, name)[keep] for name in names}
+    return SampleInputs(rows=numbers[sample.rows[keep]], adjustments=(), **columns)
+
+
+def _keep_scores(score: ScoreInputs, keep: NDArray[np.bool_], numbers: Int32) -> ScoreInputs:
+    columns = {name: getattr(score, name)[keep] for name in ("tokens", "positions", "targets", "tops")}
+    return ScoreInputs(rows=numbers[score.rows[keep]], **columns)
+
+
+def _keep_values(scores: Scores | None, keep: NDArray[np.bool_]) -> Scores | None:
+    if scores is None:
+        return None
+    return Scores(**{field.name: getattr(scores, field.name)[keep] for field in dataclasses.fields(Scores)})
