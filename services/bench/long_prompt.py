@@ -163,9 +163,6 @@ class Scene:
         whole = self.play("in one piece", max_chunk=self.length)
         chunks = self.play("in chunks of 512")
         target = AIM * chunks.before.p50  # the later one: a real worker's first steps are slow
-        if self.engine is not None:
-            # Its KV memory is met for the first time here: on a virtual machine that costs up to 3 ms for a MiB.
-            self.play("to warm up", target=target)
         return [whole, chunks, self.play("sized by a target", target=target)]
 
 

@@ -81,6 +81,7 @@ class Attention:
             head_rows=1,
             threads=threads,
             kv_format=KV_FORMATS[shape.kv],
+            block_numbers=self.keys.shape[1],
             cosines=address(self.cosines),
             sines=address(self.sines),
             hidden_states=address(self.hidden),

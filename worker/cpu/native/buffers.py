@@ -66,15 +66,17 @@ class RopeTables:
 class KVBlocks:
     """blocks[2 · layers, num_blocks, K · block_size · padded dimension]: keys at 2 · layer, values after them.
 
-    src/kv.h says how a block is laid out. Memory that was never written takes no pages, and holds anything.
-    Large pages, where the kernel has them: a step reads from all over the pool.
+    In memory a block's layers stand together (src/kv.h). Memory that was never written takes no pages, and holds
+    anything; the engine populates what will soon be written (src/kv_memory.h). Large pages, where the kernel has
+    them: a step reads from all over the pool.
     """
 
     def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int, number: str) -> None:
         self.number = KV_NUMBERS[number]
         self.padded_dim = -(-config.head_dim // KEY_LANES) * KEY_LANES
         size = config.num_kv_heads * block_size * self.padded_dim
-        shape = (2 * config.num_layers, num_blocks, size)
+        shape = (num_blocks, 2 * config.num_layers, size)
+        self.block_numbers = shape[1] * size
         num_bytes = math.prod(shape) * self.number.itemsize
         try:
             memory = large_pages(num_bytes)
@@ -83,11 +85,12 @@ class KVBlocks:
             raise ConfigError(
                 f"--kv-cache-memory: {gigabytes:.1f} GiB cannot be had from this machine ({error}); ask for less"
             ) from error
-        self.blocks = np.frombuffer(memory, self.number)[: math.prod(shape)].reshape(shape)
+        in_memory = np.frombuffer(memory, self.number)[: math.prod(shape)].reshape(shape)
+        self.blocks = in_memory.swapaxes(0, 1)
 
     def layer(self, index: int) -> tuple[int, int]:
-        """Addresses of one layer's keys and values."""
-        keys, values = address(self.blocks[2 * index]), address(self.blocks[2 * index + 1])
+        """Addresses of one layer's keys and values in block 0."""
+        keys, values = address(self.blocks[2 * index, 0]), address(self.blocks[2 * index + 1, 0])
         assert keys is not None
         assert values is not None
         return keys, values

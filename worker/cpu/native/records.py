@@ -94,8 +94,11 @@ class Model(Structure):
                 "head_rows",
                 "threads",
                 "kv_format",
+                "num_blocks",
+                "block_numbers",
             )
         ),
+        ("kv", c_void_p),
         ("cosines", c_void_p),
         ("sines", c_void_p),
         ("activations", Activations),

@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "formats.h"
+#include "kv_memory.h"
 #include "linear.h"
 #include "pool.h"
 #include "sampler.h"
@@ -29,11 +30,13 @@ class Engine {
         forward_(forward, forward + forward_count),
         head_(head, head + head_count),
         samplers_(model.threads),
+        kv_(model),
         pool_(model.threads) {
     for (int thread = 0; thread < model.threads; ++thread) attentions_.emplace_back(model);
   }
 
   void run(const Step& step) {
+    if (model_.kv) kv_.expect(*std::max_element(step.slots, step.slots + step.tokens) / model_.block_size);
     items_ = attention_items(model_, step);
     const int rows = step.samples + step.scores;
     const size_t rounds = (rows + model_.head_rows - 1) / model_.head_rows;
@@ -160,6 +163,7 @@ class Engine {
   std::vector<AttentionScratch> attentions_;
   std::vector<SamplerScratch> samplers_;
   std::vector<AttentionItem> items_;
+  KVMemory kv_;
   Pool pool_;
 };
 

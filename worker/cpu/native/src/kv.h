@@ -1,6 +1,7 @@
-// Where keys and values lie: one allocation for each layer's keys and one for its values.
+// Where keys and values lie: block after block, each with the keys and then the values of every layer, so that a pool
+// takes memory only as far as it is used.
 //
-// A block holds, for each KV head, block_size positions. Keys stand in groups of 16 positions, [dim][16], so that a
+// One layer's keys, or values, of a block: for each KV head, block_size positions. Keys stand in groups of 16 positions, [dim][16], so that a
 // vector holds one dimension of many positions and a score needs no sum over lanes. Values are [position][padded_dim].
 // Numbers are float32, float16 or bfloat16; every product with them is float32.
 #pragma once
@@ -49,7 +50,7 @@ struct KVSlot {
 
   KVSlot(const Model& m, int slot) : model(m), block(slot / m.block_size), offset(slot % m.block_size) {}
 
-  size_t part(int head) const { return (block * model.kv_heads + head) * head_numbers(model); }
+  size_t part(int head) const { return block * model.block_numbers + head * head_numbers(model); }
   // The first dimension; the next one stands KEY_LANES numbers further.
   size_t key(int head) const {
     return part(head) + offset / KEY_LANES * KEY_LANES * model.padded_dim + offset % KEY_LANES;

@@ -63,6 +63,9 @@ struct Model {
   int32_t head_rows;  // rows of the logits buffer
   int32_t threads;
   int32_t kv_format;  // F32, F16 or BF16
+  int32_t num_blocks;
+  int32_t block_numbers;  // of KV, from a block to the next one
+  void* kv;               // all blocks, or null when nothing of them is to be populated ahead
   const float* cosines;  // [positions, head_dim / 2]
   const float* sines;
   Activations activations;
