@@ -28,9 +28,11 @@ from services.run_dir import RunDir
 from services.settings import SettingsError, WorkerSettings
 from services.status_file import StatusFile
 from services.stop_signal import StopSignal
-from services.transport import LAST_WORDS, Dealer, Links, connected_links, ipc_links, new_identity
+from services.transport import LAST_WORDS, Dealer, Links, connected_links, ipc_links, milliseconds, new_identity
 from services.worker_control import Beat, ControlThread
 from worker.errors import ConfigError, PlanError
+
+GRAMMAR_SECONDS = 30.0  # from a row's Join until its grammar must be ready; else its request ends with an error
 
 log = structlog.get_logger()
 
@@ -47,6 +49,8 @@ class PlanRunner(Protocol):
     def watch_grammars(self, wake: Callable[[], None]) -> None: ...
 
     def grammar_reports(self) -> Sequence[GrammarReady | GrammarFailed]: ...
+
+    def fail_grammar(self, sequence: int, why: str) -> None: ...
 
 
 class WorkerService:
@@ -69,6 +73,7 @@ class WorkerService:
         self.poller.register(self.grammars.fd, zmq.POLLIN)
         self.epoch: Header | None = None  # session, link and epoch that plans must carry
         self.last_plan = 0
+        self.compiling: dict[int, float] = {}  # sequence whose grammar is not ready -> until when it may take
         self.refused = ""  # why the scheduler does not want this worker
 
     def join(self, runner: PlanRunner, name: str) -> None:
@@ -79,7 +84,8 @@ class WorkerService:
 
     def step(self) -> None:
         """Wait for plans or orders and handle all that are there."""
-        self.poller.poll()
+        due = min(self.compiling.values(), default=None)
+        self.poller.poll(None if due is None else milliseconds(due - time.monotonic()))
         for data in self.plans.receive():
             self._obey()  # the Reset that began this plan's epoch came before the plan
             try:
@@ -91,6 +97,7 @@ class WorkerService:
         self._obey()
         self.grammars.take()
         self._tell_grammars()
+        self._give_up_grammars(time.monotonic())
 
     def close(self) -> None:
         """Tell the scheduler and close the sockets."""
@@ -111,6 +118,7 @@ class WorkerService:
         if replace(header, number=0) == self.epoch:
             return  # a second answer to a second hello
         self.runner.reset()
+        self.compiling.clear()
         if header.epoch == 0:
             self.epoch = None  # the scheduler does not know us; the control thread says hello again
             return
@@ -125,6 +133,8 @@ class WorkerService:
             self._fault(f"plan {header.number} came after plan {self.last_plan}")
             return
         self._tell(header.number, Phase.EXECUTING)
+        until = time.monotonic() + GRAMMAR_SECONDS
+        self.compiling |= {join.sequence: until for join in plan.joins if join.params.grammar}
         started = time.perf_counter()
         try:
             result = self.runner.execute(plan)
@@ -144,12 +154,23 @@ class WorkerService:
         for report in self.runner.grammar_reports():
             if self.epoch is not None:
                 self.plans.send(encode(replace(self.epoch, number=0), report))
+            for sequence in report.sequences.tolist() if isinstance(report, GrammarReady) else (report.sequence,):
+                self.compiling.pop(sequence, None)
+
+    def _give_up_grammars(self, now: float) -> None:
+        late = [sequence for sequence, until in self.compiling.items() if until <= now]
+        for sequence in late:
+            del self.compiling[sequence]  # also when its row has left meanwhile
+            self.runner.fail_grammar(sequence, f"it was not compiled within {GRAMMAR_SECONDS:g} s; simplify it")
+        if late:
+            self._tell_grammars()
 
     def _fault(self, why: str, executing: bool = False) -> None:
         if self.epoch is None:
             return
         log.error("fault", why=why)
         self.runner.reset()
+        self.compiling.clear()
         fault = WorkerFault(message=why[:1000], executing=executing)
         self.plans.send(encode(replace(self.epoch, number=self.last_plan), fault))
         self._tell(self.last_plan, Phase.IDLE)

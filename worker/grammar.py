@@ -21,6 +21,7 @@ from proto.messages import GrammarFailed, GrammarReady, Int32, Join, int64
 from worker.grammar_source import LIMITS, GrammarError, library_grammar, one_line
 
 MAX_CACHED = 64  # compiled grammars that are kept
+COMPILERS = 4  # threads, so that a grammar that takes long does not hold up the others
 
 Report = GrammarReady | GrammarFailed
 
@@ -127,7 +128,7 @@ class GrammarRows:
         self.wake: Callable[[], None] = lambda: None
         self._compiler = compiler
         self._reports: deque[Report] = deque()
-        self._compiling = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
         self._advancing = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._masks: Future[None] | None = None
 
@@ -148,7 +149,8 @@ class GrammarRows:
         grammar = self.rows.get(row)
         if grammar is None:
             return None
-        grammar.compiled.result()
+        if not grammar.failed:
+            grammar.compiled.result()
         if self._masks is not None:
             self._masks.result()
         return grammar.bits
@@ -161,6 +163,13 @@ class GrammarRows:
         taken = [(self.rows[row], token) for row, token in pairs if row in self.rows]
         if taken:
             self._masks = self._advancing.submit(self._advance, taken, self._reports)
+
+    def fail(self, sequence: int, why: str) -> None:
+        """Give up the grammar of this sequence, if it has not begun; what its compilation still brings is dropped."""
+        for grammar in self.rows.values():
+            if grammar.sequence == sequence and not grammar.failed:
+                grammar.failed = True
+                self._tell(self._reports, GrammarFailed(sequence=sequence, message=f"the grammar failed: {why}"))
 
     def reset(self) -> None:
         """The batch is empty; reports on what it held are dropped."""
@@ -177,14 +186,17 @@ class GrammarRows:
     def settle(self) -> None:
         """Wait until nothing is being compiled or computed."""
         for grammar in self.rows.values():
-            grammar.compiled.result()
+            if not grammar.failed:
+                grammar.compiled.result()
         if self._masks is not None:
             self._masks.result()
 
     # --- on other threads -----------------------------------------------------------------------------------------
 
     def _begin(self, grammar: RowGrammar, reports: deque[Report]) -> None:
-        if self._guarded(grammar, reports, partial(grammar.begin, self._compiler)):
+        if grammar.failed:  # given up while it waited for a thread
+            return
+        if self._guarded(grammar, reports, partial(grammar.begin, self._compiler)) and not grammar.failed:
             self._tell(reports, GrammarReady(sequences=int64([grammar.sequence])))
 
     def _advance(self, taken: list[tuple[RowGrammar, int]], reports: deque[Report]) -> None:
@@ -197,6 +209,8 @@ class GrammarRows:
         try:
             work()
         except Exception as error:
+            if grammar.failed:  # given up before, and told
+                return False
             grammar.failed = True
             text = str(error) if isinstance(error, GrammarError) else f"{type(error).__name__}: {error}"
             message = f"the grammar failed: {one_line(text)}"

@@ -63,6 +63,10 @@ class BaseRunner:
         """Which rows' grammars are ready or have failed, since the last call."""
         return self.batch.grammars.reports()
 
+    def fail_grammar(self, sequence: int, why: str) -> None:
+        """The grammar of this sequence is not ready in time: its row samples nothing, and a report says so."""
+        self.batch.grammars.fail(sequence, why)
+
     def reset(self) -> None:
         """Empties the batch, for a new epoch."""
         self.batch.reset()

@@ -55,6 +55,9 @@ class SimRunner:
         reports, self.reports = self.reports, []
         return reports
 
+    def fail_grammar(self, sequence: int, why: str) -> None:
+        self.reports.append(GrammarFailed(sequence=sequence, message=why))
+
     def report(self, report: GrammarReady | GrammarFailed) -> None:
         """As another thread of the worker would."""
         self.reports.append(report)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 
-from proto.messages import FinishReason, GrammarFailed, GrammarReady, SamplingParams
+from proto.messages import FinishReason, GrammarFailed, GrammarReady, Join, SamplingParams, Task, int32
 from scheduler.config import SchedulerConfig
 from tests.support.json_schemas import QUICK, SCHEMAS, conforms
 from tests.support.local_engine import Generation, LocalEngine
@@ -19,6 +20,7 @@ from tests.support.tiny_model import write_served_tiny
 from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
 from worker.config import WorkerConfig
 from worker.cpu.native.choice import VARIABLE
+from worker.grammar import RowGrammar
 from worker.grammar_source import GrammarError, check_grammar, grammar_spec
 from worker.runner import Runner
 
@@ -188,6 +190,40 @@ def test_reports_of_an_older_epoch_are_dropped(torch_runner: Runner) -> None:
     driver.step()
     assert [type(report) for report in torch_runner.grammar_reports()] == [GrammarReady]
     assert woken
+
+
+def test_a_grammar_that_is_given_up_allows_nothing(torch_runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = Event()
+    monkeypatch.setattr(RowGrammar, "begin", lambda self, compiler: go_on.wait(30))
+    torch_runner.reset()
+    rows = torch_runner.batch.grammars
+    rows.join(join_of(WORD, sequence=7))
+    torch_runner.fail_grammar(7, "it was too slow")
+    assert rows.reports() == [GrammarFailed(sequence=7, message="the grammar failed: it was too slow")]
+    bits = rows.bits(0)
+    assert bits is not None
+    assert not bits.any()
+    go_on.set()
+    rows.rows[0].compiled.result()
+    torch_runner.fail_grammar(7, "again")
+    assert rows.reports() == []
+    torch_runner.reset()
+
+
+def join_of(grammar: str, *, sequence: int) -> Join:
+    return Join(
+        row=0,
+        sequence=sequence,
+        task=Task.GENERATE,
+        tokens=int32(PROMPT),
+        num_prompt=len(PROMPT),
+        computed=0,
+        max_length=20,
+        seed=1,
+        params=params(grammar),
+        logprobs_from=len(PROMPT),
+        blocks=(int32([0]),),
+    )
 
 
 def test_one_compilation_serves_all_choices(torch_runner: Runner) -> None:

@@ -11,23 +11,27 @@ import zmq
 
 from proto.codec import WORKER_TO_SCHEDULER, decode, encode
 from proto.messages import (
+    Freed,
     GrammarFailed,
     GrammarReady,
     Header,
     Heartbeat,
+    Join,
     Message,
     NewBlocks,
     Phase,
     Reset,
+    SamplingParams,
     Shutdown,
     StepPlan,
     StepResult,
+    Task,
     WorkerFault,
     WorkerHello,
     int32,
     int64,
 )
-from services import status
+from services import status, workerd
 from services.run_dir import RunDir
 from services.transport import Router, control_link, plan_link
 from services.workerd import WorkerService
@@ -41,6 +45,16 @@ EMPTY = StepPlan(
     starts=int32(),
     counts=int32(),
     blocks=(NewBlocks(counts=int32(), ids=int32()),),
+)
+EMPTY_RESULT = StepResult(
+    rows=int32(),
+    counts=int32(),
+    tokens=int32(),
+    finite=int32(),
+    reasons=int32(),
+    weights_version=1,
+    seconds=0.0,
+    freed=(Freed(rows=int32(), counts=int32(), ids=int32()),),
 )
 
 
@@ -218,3 +232,36 @@ def test_reports_on_grammars_are_sent_at_once_and_before_a_result(scheduler, wor
     scheduler.order(replace(header, number=2), EMPTY)
     assert scheduler.expect(scheduler.plans, GrammarFailed) == (header, GrammarFailed(sequence=4, message="no"))
     scheduler.expect(scheduler.plans, StepResult)
+
+
+def join_of(sequence: int, row: int) -> Join:
+    return Join(
+        row=row,
+        sequence=sequence,
+        task=Task.GENERATE,
+        tokens=int32([5, 6]),
+        num_prompt=2,
+        computed=0,
+        max_length=20,
+        seed=1,
+        params=SamplingParams(grammar="regex\na+"),
+        logprobs_from=2,
+        blocks=(int32([row]),),
+    )
+
+
+def test_a_grammar_that_is_not_ready_in_time_fails_alone(scheduler, worker, runner, monkeypatch):
+    header = scheduler.join()
+    runner.execute = lambda plan: EMPTY_RESULT
+    scheduler.order(replace(header, number=1), replace(EMPTY, joins=(join_of(3, 0),)))
+    scheduler.expect(scheduler.plans, StepResult)
+    runner.report(GrammarReady(sequences=int64([3])))
+    scheduler.expect(scheduler.plans, GrammarReady)
+    monkeypatch.setattr(workerd, "GRAMMAR_SECONDS", 0.0)
+    scheduler.order(replace(header, number=2), replace(EMPTY, joins=(join_of(4, 1),)))
+    scheduler.expect(scheduler.plans, StepResult)
+    _, failed = scheduler.expect(scheduler.plans, GrammarFailed)
+    assert failed == GrammarFailed(sequence=4, message="it was not compiled within 0 s; simplify it")
+    scheduler.order(replace(header, number=3), EMPTY)
+    scheduler.expect(scheduler.plans, StepResult)
+    assert worker.compiling == {}
