@@ -28,6 +28,11 @@ from proto.rules import (
 )
 
 MAX_LOGPROBS = 20
+# What a worker may say of itself: the scheduler makes tables of these sizes for it.
+MAX_BLOCKS = 2**23
+MAX_BLOCK_SIZE = 2**16
+MAX_ROWS = 2**16
+MAX_LENGTH = 2**24
 KV_KINDS = ("full", "window", "recurrent")
 _LAST_REASON = int(max(m.FinishReason))
 
@@ -171,14 +176,17 @@ def _scheduler_beat(r: m.SchedulerBeat) -> None:
 def _kv_group(r: m.KVGroup) -> None:
     if r.kind not in KV_KINDS:
         raise CodecError("kind", f"must be one of {', '.join(KV_KINDS)}, not {r.kind!r:.80}")
-    check_range(r, 1, INT32_MAX, "block_size", "num_blocks")
+    check_range(r, 1, MAX_BLOCK_SIZE, "block_size")
+    check_range(r, 1, MAX_BLOCKS, "num_blocks")
 
 
 def _worker_hello(r: m.WorkerHello) -> None:
     check_names(r, "worker", "fingerprint", "model", "device")
     if not r.groups:
         raise CodecError("groups", "must hold at least one KV group")
-    check_range(r, 1, INT32_MAX, "max_rows", "max_step_tokens", "max_length", "vocab_size", "window")
+    check_range(r, 1, INT32_MAX, "max_step_tokens", "vocab_size", "window")
+    check_range(r, 1, MAX_ROWS, "max_rows")
+    check_range(r, 1, MAX_LENGTH, "max_length")
 
 
 def _heartbeat(r: m.Heartbeat) -> None:

@@ -25,6 +25,7 @@ from scheduler.results import apply_result
 from scheduler.state import Link, SchedulerState, Worker
 
 MAX_PLAN_FAULTS = 3  # from so many in a row on, a plan that cannot be applied counts as one that fails
+MAX_TABLE_ENTRIES = 2**31  # tokens of all rows of one worker
 
 Replies = list[Outgoing[SchedulerToWorker]]
 
@@ -148,6 +149,13 @@ def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:
     kinds = [group.kind for group in hello.groups]
     if kinds != ["full"]:
         return f"KV groups {kinds} are not served yet, only one of kind 'full'"
+    group = hello.groups[0]
+    rows, length = (
+        min(hello.max_rows, state.config.max_num_seqs),
+        min(hello.max_length, group.num_blocks * group.block_size),
+    )
+    if rows * length > MAX_TABLE_ENTRIES:
+        return f"{rows} rows of {length} tokens are more than {MAX_TABLE_ENTRIES} tokens: lower one of them"
     return None
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from services import bench_cli, offline_cli
+from services import bench_cli, endurance_cli, offline_cli
 from services.environment import warnings_about
 from services.options import takes
 from services.processes import PARENT_VARIABLE
@@ -37,6 +37,7 @@ app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
 offline_cli.register(app)
 bench_cli.register(bench_app)
+endurance_cli.register(bench_app)
 
 OUR_PACKAGES = ("proto", "kvpool", "scheduler", "worker", "services")
 

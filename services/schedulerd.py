@@ -92,7 +92,7 @@ class SchedulerService:
         self.frontends = Router(self.context, links.frontend)
         self.plans = Router(self.context, links.plan)
         self.control = Router(self.context, links.control)
-        self.sources = (
+        self.sources: tuple[Source, ...] = (
             Source(self.control, (WorkerHello, Heartbeat), FromWorker, Kind.WORKER),
             Source(self.plans, (StepResult, WorkerFault, GrammarReady, GrammarFailed), FromWorker, Kind.WORKER),
             Source(self.frontends, FRONTEND_TO_SCHEDULER, FromFrontend, Kind.FRONTEND),

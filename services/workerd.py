@@ -88,16 +88,20 @@ class WorkerService:
         self.poller.poll(None if due is None else milliseconds(due - time.monotonic()))
         for data in self.plans.receive():
             self._obey()  # the Reset that began this plan's epoch came before the plan
-            try:
-                header, plan = decode(data, (StepPlan,), self.plans.max_bytes)
-            except CodecError as error:
-                self._fault(f"a plan that cannot be read: {error}")
-            else:
-                self._take(header, plan)
+            self.take_frame(data)
         self._obey()
         self.grammars.take()
         self._tell_grammars()
         self._give_up_grammars(time.monotonic())
+
+    def take_frame(self, data: bytes) -> None:
+        """One frame of the plan link: run the plan that it holds, or tell the scheduler why not."""
+        try:
+            header, plan = decode(data, (StepPlan,), self.plans.max_bytes)
+        except CodecError as error:
+            self._fault(f"a plan that cannot be read: {error}")
+        else:
+            self._take(header, plan)
 
     def close(self) -> None:
         """Tell the scheduler and close the sockets."""

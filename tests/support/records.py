@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from proto import messages as m
+from proto.checks import MAX_BLOCKS, MAX_LENGTH, MAX_ROWS
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -244,7 +245,7 @@ groups = st.builds(
     m.KVGroup,
     kind=st.sampled_from(["full", "window", "recurrent"]),
     block_size=st.integers(1, 64),
-    num_blocks=st.integers(1, INT32_MAX),
+    num_blocks=st.integers(1, MAX_BLOCKS),
 )
 sizes = st.integers(1, INT32_MAX)
 
@@ -280,9 +281,9 @@ RECORDS: dict[type, st.SearchStrategy[Any]] = {
         fingerprint=names,
         model=names,
         groups=tuples(groups, least=1),
-        max_rows=sizes,
+        max_rows=st.integers(1, MAX_ROWS),
         max_step_tokens=sizes,
-        max_length=sizes,
+        max_length=st.integers(1, MAX_LENGTH),
         vocab_size=sizes,
         window=sizes,
         device=names,

@@ -1,0 +1,26 @@
+"""Commands of `signalbox bench` that wear the services out and look for what broke or was left behind."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands to `signalbox bench`."""
+    app.command()(fuzz)
+
+
+def fuzz(
+    *,
+    json: Json = False,
+    frames: Annotated[int, typer.Option(min=100, help="Frames and bodies in all.")] = 1_000_000,
+    seed: Annotated[int, typer.Option(help="The same seed makes the same lies.")] = 1,
+) -> None:
+    """Feed random and mutated frames and bodies to everything that reads some: nothing may crash or grow."""
+    from services.bench.fuzz import campaign
+
+    raise typer.Exit(campaign.main(frames=frames, seed=seed, json=json))
