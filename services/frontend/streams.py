@@ -24,18 +24,19 @@ class Segment:
 
 
 class Choice:
-    """One sequence of a request, as the frontend knows it.
+    """One sequence of a request, as the frontend knows it. limit: the request's max_length.
 
     delivered: the next position that is wanted. output: the ids delivered beyond the prompt. finish: where and why
     the frontend ended it. ended: its terminal event came in (it may still wait for the reader).
     """
 
-    __slots__ = ("_waiting", "delivered", "end", "ended", "finish", "index", "num_prompt", "output", "start")
+    __slots__ = ("_waiting", "delivered", "end", "ended", "finish", "index", "limit", "num_prompt", "output", "start")
 
-    def __init__(self, index: int, start: SequenceStart, num_prompt: int) -> None:
+    def __init__(self, index: int, start: SequenceStart, num_prompt: int, limit: int) -> None:
         self.index = index
         self.start = start
         self.num_prompt = num_prompt
+        self.limit = limit
         self.delivered = start.delivered
         self.output: list[int] = start.output_ids.tolist()
         self.finish: tuple[int, FinishReason] | None = None
@@ -50,7 +51,7 @@ class Choice:
     def accept(self, first: int, tokens: list[int], logprobs: Mapping[int, TokenLogprob]) -> bool:
         """Take the range at `first`, but for what is known already; False when nothing of it can be taken."""
         known = self.delivered - first
-        if self.ended or not 0 <= known < len(tokens):
+        if self.ended or not 0 <= known < len(tokens) or first + len(tokens) > self.limit:
             return False
         new = tokens[known:] if known else tokens
         first = self.delivered
@@ -125,7 +126,7 @@ class Stream:
         self.add = add
         self.sent = sent
         self.submitted = now
-        self.choices = [Choice(i, start, len(add.prompt_ids)) for i, start in enumerate(add.sequences)]
+        self.choices = [Choice(i, start, len(add.prompt_ids), add.max_length) for i, start in enumerate(add.sequences)]
         self._sender = sender
         self._ready: deque[Choice] = deque()  # those with something for the reader
         self._unread = len(self.choices)  # choices whose end the reader has not had

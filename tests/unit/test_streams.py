@@ -23,6 +23,7 @@ from services.frontend.streams import Choice, Stream, logprobs_by_row
 from services.frontend.types import RequestRefused, TokenLogprob
 
 PROMPT = 4
+LIMIT = 100
 
 
 def start(handle: int = 1, delivered: int = PROMPT) -> SequenceStart:
@@ -52,7 +53,7 @@ def stream_of(*handles: int, deadline: float | None = None) -> tuple[Stream, Cal
         request_id="r",
         prompt_ids=int32(range(PROMPT)),
         params=SamplingParams(),
-        max_length=100,
+        max_length=LIMIT,
         sequences=tuple(start(handle) for handle in handles),
         deadline=deadline,
     )
@@ -61,7 +62,7 @@ def stream_of(*handles: int, deadline: float | None = None) -> tuple[Stream, Cal
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 10)), max_size=40), st.integers(1, 5))
 def test_whatever_ranges_come_the_reader_gets_each_token_once_in_order(ranges, read_every):
-    choice = Choice(0, start(), PROMPT)
+    choice = Choice(0, start(), PROMPT, LIMIT)
     got: list[int] = []
 
     def read() -> None:
@@ -81,7 +82,7 @@ def test_whatever_ranges_come_the_reader_gets_each_token_once_in_order(ranges, r
 
 
 def test_what_waits_for_a_slow_reader_is_merged():
-    choice = Choice(0, start(), PROMPT)
+    choice = Choice(0, start(), PROMPT, LIMIT)
     for position in range(PROMPT, 50):
         choice.accept(position, [position], {position: entry(position)})
     chunk = choice.take()
@@ -92,7 +93,7 @@ def test_what_waits_for_a_slow_reader_is_merged():
 
 
 def test_prompt_positions_have_a_chunk_of_their_own_when_only_they_have_logprobs():
-    choice = Choice(0, start(delivered=1), PROMPT)
+    choice = Choice(0, start(delivered=1), PROMPT, LIMIT)
     choice.accept(1, [1, 2, 3, 4, 5], {position: entry(position) for position in (1, 2, 3)})
     prompt, output = choice.take(), choice.take()
     assert prompt is not None
@@ -102,8 +103,18 @@ def test_prompt_positions_have_a_chunk_of_their_own_when_only_they_have_logprobs
     assert choice.output == [4, 5]
 
 
+def test_tokens_beyond_the_request_are_not_taken():
+    """They could not be told to another scheduler: found by `bench fuzz`, where they ended the process."""
+    stream, _ = stream_of(1)
+    choice = stream.choices[0]
+    assert choice.accept(PROMPT, list(range(LIMIT - PROMPT)), {})
+    assert not choice.accept(LIMIT, [1], {})
+    stream_of(1)[0].choices[0].accept(PROMPT, list(range(LIMIT)), {})
+    assert stream.resume(6.0).sequences[0].delivered == LIMIT
+
+
 def test_an_end_waits_for_its_tokens_and_comes_once():
-    choice = Choice(0, start(), PROMPT)
+    choice = Choice(0, start(), PROMPT, LIMIT)
     end = End(sequence=1, reason=FinishReason.LENGTH, length=6)
     assert not choice.close(end)
     choice.accept(4, [4, 5], {})

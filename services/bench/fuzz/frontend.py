@@ -44,7 +44,7 @@ class FrontendStage:
         feed = Feed(self.link.max_bytes)
         thread._dealer = feed.as_dealer()
         client._loop, client._heard, client._link = loop, loop.time(), thread
-        readers: set[asyncio.Task[None]] = set()
+        streams: list[Stream] = []
         rejected = turns = 0
         while count > 0:
             lies = min(count, FRAMES_PER_TURN)
@@ -58,13 +58,12 @@ class FrontendStage:
                 feed.incoming.append(frame if frame is not None else self.corpus.lie(self.draw))
             client._deliver(thread._received())
             thread._outbox.take()
+            streams = [stream for stream in streams if _still_open(stream)]
             while client.num_open < OPEN:
-                task = asyncio.create_task(_read(client.submit(self._add(client))))
-                readers.add(task)
-                task.add_done_callback(readers.discard)
+                streams.append(client.submit(self._add(client)))
             await asyncio.sleep(0)
         client._end_open("the fuzzer is done")
-        await asyncio.gather(*readers)
+        assert not any(_still_open(stream) for stream in streams), "a stream without an end"
         thread._outbox.close()
         thread._context.term()
         return rejected
@@ -104,9 +103,11 @@ class FrontendStage:
         """Nothing is held between runs."""
 
 
-async def _read(stream: Stream) -> None:
+def _still_open(stream: Stream) -> bool:
+    """Read what there is; False once the stream has ended."""
     try:
-        async for _ in stream:
+        while stream.poll() is not None:
             pass
     except RequestRefused:
-        return
+        return False
+    return not stream.exhausted

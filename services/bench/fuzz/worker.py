@@ -41,7 +41,7 @@ class NoDevice:
 
 
 def real_service(run_dir: RunDir, status: StatusFile) -> Any:
-    """The WorkerService around a Runner without a model. By name: only worker processes may reach torch; this is one."""
+    """A WorkerService around a Runner without a model. By name: only worker processes may reach torch; this is one."""
     service = importlib.import_module("services.workerd").WorkerService(run_dir, status)
     runner = importlib.import_module("worker.runner")
     executor = importlib.import_module("worker.executor")
