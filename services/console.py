@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -66,7 +67,9 @@ class Client:
         """A client whose connections end with the context; failures to connect become ClientErrors."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as session:
+            key = os.environ.get("SIGNALBOX_API_KEY", "").strip()
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
                 yield cls(url.rstrip("/"), session)
         except aiohttp.ClientConnectorError as error:
             raise ClientError(f"no server answers at {url}; start one with: signalbox up") from error

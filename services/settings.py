@@ -357,6 +357,18 @@ class FrontSettings(ModelSettings):
     tenant_header: Annotated[
         str, "Header (in gRPC: metadata) that names the tenant, set by a gateway that clients cannot pass; empty: none."
     ] = ""
+    api_key_file: Annotated[
+        Path | None,
+        "File of the keys, one a line, of which clients must send one; SIGNALBOX_API_KEY may hold one more.",
+        Metavar("FILE"),
+    ] = None
+    grpc_tls_cert: Annotated[Path | None, "Certificate chain of the gRPC port, PEM; none: no TLS.", Metavar("FILE")] = (
+        None
+    )
+    grpc_tls_key: Annotated[Path | None, "Its secret key, PEM.", Metavar("FILE")] = None
+    grpc_client_ca: Annotated[
+        Path | None, "Authority whose certificates gRPC clients must have, PEM; none: any client.", Metavar("FILE")
+    ] = None
     access_log: Annotated[bool, "Log every request as info; else as debug."] = False
     tool_call_parser: Annotated[ToolCallParser, "How the model writes tool calls; auto: as its chat template says."] = (
         ToolCallParser.AUTO
@@ -370,6 +382,10 @@ class FrontSettings(ModelSettings):
         super().__post_init__()
         if self.tenant_header and re.fullmatch(r"[A-Za-z][A-Za-z0-9-]{0,63}", self.tenant_header) is None:
             raise SettingsError(f"--tenant-header must be the name of a header, not {self.tenant_header!r}")
+        if (self.grpc_tls_cert is None) != (self.grpc_tls_key is None):
+            raise SettingsError("--grpc-tls-cert and --grpc-tls-key go together")
+        if self.grpc_client_ca is not None and self.grpc_tls_cert is None:
+            raise SettingsError("--grpc-client-ca needs --grpc-tls-cert and --grpc-tls-key")
 
     @property
     def api_name(self) -> str:

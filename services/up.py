@@ -272,6 +272,7 @@ def introduction(settings: UpSettings, addresses: dict[str, str]) -> str:
         "Ctrl-C stops it.",
         "",
     ]
-    if Address.parse(http).host not in ("127.0.0.1", "::1", "localhost"):
-        lines.insert(-2, "It can be reached from other machines, and there are no keys yet: guard the port.")
+    keyless = settings.api_key_file is None and not os.environ.get("SIGNALBOX_API_KEY")
+    if Address.parse(http).host not in ("127.0.0.1", "::1", "localhost") and keyless:
+        lines.insert(-2, "It can be reached from other machines and asks for no keys: see --api-key-file.")
     return "\n".join(lines)

@@ -10,6 +10,7 @@ from services.frontend.types import Engine
 from services.settings import FrontendSettings
 
 if TYPE_CHECKING:
+    from services.frontend.auth import ApiKeys
     from services.frontend.grammar import GrammarChecker
     from services.frontend.known_requests import KnownRequests
     from services.frontend.prometheus import FrontendMetrics
@@ -54,7 +55,7 @@ class FrontendContext:
 
     engine: its `ready` turns False and `submit` refuses as UNAVAILABLE once the process drains, so the fronts
     need no flag of their own. metrics: this process's own counters and histograms (`counters()` travels to
-    the scheduler with every beat).
+    the scheduler with every beat). keys: of which clients must send one; None: none are asked for.
     """
 
     engine: Engine
@@ -64,3 +65,4 @@ class FrontendContext:
     metrics: FrontendMetrics
     requests: KnownRequests
     grammars: GrammarChecker
+    keys: ApiKeys | None = None

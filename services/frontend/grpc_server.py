@@ -12,6 +12,7 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from proto import signalbox_pb2, signalbox_pb2_grpc
+from services.frontend.auth import KeyInterceptor, grpc_credentials
 from services.frontend.context import FrontendContext
 from services.frontend.grpc_health import ReadinessFollower
 from services.frontend.grpc_parsing import ParsingInterceptor
@@ -79,9 +80,11 @@ async def start_grpc(context: FrontendContext, address: Address) -> GrpcFront:
     """Listen at `address`; raises SettingsError when that is not possible."""
     shared = context.settings.share_ports
     await check_address(address, shared=shared)
+    credentials = grpc_credentials(context.settings)
+    guards = [] if context.keys is None else [KeyInterceptor(context.keys)]
     server = grpc.aio.server(
         options=options(context.settings.max_body, shared=shared),
-        interceptors=[ParsingInterceptor(SERVICE, VLLM_SERVICE)],
+        interceptors=[*guards, ParsingInterceptor(SERVICE, VLLM_SERVICE)],
     )
     services = (SERVICE, VLLM_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     follower = ReadinessFollower(context.engine, services)
@@ -91,9 +94,13 @@ async def start_grpc(context: FrontendContext, address: Address) -> GrpcFront:
     health_pb2_grpc.add_HealthServicer_to_server(follower.servicer, server)
     reflection.enable_server_reflection(services, server)
     try:
-        port = server.add_insecure_port(str(address))
+        if credentials is None:
+            port = server.add_insecure_port(str(address))
+        else:
+            port = server.add_secure_port(str(address), credentials)
     except RuntimeError as error:
-        raise SettingsError(f"gRPC cannot listen on {address}; choose another with --grpc HOST:PORT") from error
+        files = "" if credentials is None else ", or --grpc-tls-cert and --grpc-tls-key do not fit each other"
+        raise SettingsError(f"gRPC cannot listen on {address}; choose another with --grpc HOST:PORT{files}") from error
     await follower.start()
     await server.start()
     return GrpcFront(server, port, follower)

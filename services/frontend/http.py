@@ -12,6 +12,7 @@ import orjson
 import structlog
 from aiohttp import web
 
+from services.frontend.auth import OPEN_PATHS, REFUSAL
 from services.frontend.chat import chat_template
 from services.frontend.context import FrontendContext
 from services.frontend.http_errors import Failure, failure_of, http_failure
@@ -25,6 +26,7 @@ from services.frontend.schema import REQUEST_ID_PATTERN, REQUEST_ID_RULE
 from services.frontend.types import RequestRefused
 
 VERSION = version("signalbox")
+NO_KEY = Failure(status=401, message=REFUSAL, code="invalid_api_key")
 PROBES = ("/live", "/health", "/ready", "/metrics", "/version")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -80,6 +82,9 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
 
 
 async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
+    keys = request.app[CONTEXT].keys
+    if keys is not None and request.path not in OPEN_PATHS and not keys.accepts(request.headers.get("authorization")):
+        return NO_KEY.response()
     try:
         return await handler(request)
     except (ValidationFailed, RequestRefused) as error:

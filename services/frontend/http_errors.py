@@ -55,6 +55,8 @@ class Failure:
         headers = {}
         if self.retry_after is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after)))
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         if self.final:
             headers["x-should-retry"] = "false"
         return web.Response(status=self.status, body=self.body(), content_type="application/json", headers=headers)

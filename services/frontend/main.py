@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import time
 from contextlib import suppress
@@ -12,6 +13,7 @@ import structlog
 import uvloop
 from aiohttp import web
 
+from services.frontend.auth import load_keys
 from services.frontend.context import FrontendContext, ServedModel
 from services.frontend.engine import EngineClient
 from services.frontend.grammar import GrammarChecker
@@ -92,6 +94,7 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
         metrics=metrics,
         requests=KnownRequests(),
         grammars=GrammarChecker(tokenizer.offload),
+        keys=load_keys(settings, os.environ),
     )
     status_file = StatusFile(run_dir, "frontend", settings.name)
     try:

@@ -21,6 +21,7 @@ IDS: Json = {"type": "array", "items": COUNT, "minItems": 1}
 REFERENCES = "#/components/schemas/{model}"
 ERRORS = {
     400: "A field is wrong; `param` names it.",
+    401: "An API key is asked for.",
     404: "There is no such model, or no such request to fork.",
     408: "The request's own time is over.",
     409: "The weights changed meanwhile.",
