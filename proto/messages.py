@@ -413,9 +413,10 @@ class StepResult:
 class Reset:
     """Gives the worker its epoch (in the header): it empties its batch; plan numbers start again at 1.
 
-    The worker answers with a Heartbeat at once; only after one of this epoch are plans sent. The same Reset again is
-    ignored. Epoch 0: the scheduler does not know this worker (it restarted, or took it for dead); the worker empties
-    its batch and sends its hello again.
+    The worker answers with a Heartbeat at once; only after one of this epoch are plans sent. The same Reset goes out
+    again with every beat of the scheduler, in case it was lost: a worker that is in this epoch already changes nothing.
+    Epoch 0: the scheduler does not know this worker (it restarted, or took it for dead); the worker empties its batch
+    and sends its hello again.
     """
 
 

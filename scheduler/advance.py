@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from scheduler.delivery import beats, frames
+from scheduler.delivery import beat_due, beats, frames
 from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, PeerLost, Rejected, Tick
 from scheduler.planner import plan_all
 from scheduler.requests import check_deadlines, check_frontends, lose_frontend, on_frontend
 from scheduler.state import SchedulerState
-from scheduler.workers import check_workers, end_unservable, lose, on_worker
+from scheduler.workers import check_workers, end_unservable, lose, lose_silent, on_worker, remind
 
 
 def advance(state: SchedulerState, events: Seq[Event], now: float) -> Actions:
@@ -27,7 +27,9 @@ def advance(state: SchedulerState, events: Seq[Event], now: float) -> Actions:
     end_unservable(state, now)
     actions.plans += plan_all(state, now)
     actions.frames += frames(state)
-    actions.frames += beats(state, now)
+    if beat_due(state, now):
+        actions.plans += remind(state, now)
+        actions.frames += beats(state, now)
     return actions
 
 
@@ -40,6 +42,7 @@ def _apply(state: SchedulerState, event: Event, now: float, actions: Actions) ->
         case PeerLost(peer):
             if peer in state.workers:
                 lose(state, state.workers[peer], "the link is gone", now)
+            lose_silent(state, peer, now)
             if peer in state.frontends:
                 lose_frontend(state, state.frontends[peer], "the link is gone", now)
         case Rejected(reason):

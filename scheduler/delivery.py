@@ -44,11 +44,14 @@ def frames(state: SchedulerState) -> Frames:
     return out
 
 
+def beat_due(state: SchedulerState, now: float) -> bool:
+    """Whether it is time for a beat, or readiness changed."""
+    return now >= state.next_beat or state.ready != state.told_ready
+
+
 def beats(state: SchedulerState, now: float) -> Frames:
-    """The engine's state for every frontend, when it is due or readiness changed."""
+    """The engine's state for every frontend."""
     ready = state.ready
-    if now < state.next_beat and ready == state.told_ready:
-        return []
     state.next_beat = now + state.config.beat_interval
     state.told_ready = ready
     values = metrics(state)

@@ -16,16 +16,32 @@ DEATHS = 2  # as many make a suspect
 MAX_LONE_DEATHS = 2  # a request that was alone in flight at so many is taken for their cause
 
 
-def suspect(state: SchedulerState, worker: Worker) -> None:
-    """A worker failed while it computed: count that against the sequences in flight."""
+def suspect(state: SchedulerState, worker: Worker, *, silent: bool = False) -> None:
+    """A worker failed while it computed: count that against the sequences in flight.
+
+    silent: it is only not heard any more. It may be stopped, cut off or starved, so one that was alone in flight is
+    charged when it turns out to be dead (workers.lose_silent), and none is when it comes back (clear_silent).
+    """
     in_flight = [pair for flight in worker.flights for pair in zip(flight.stays, flight.rows, strict=True)]
     rows = {int(number): int(row) for number, row in in_flight}
     for number, row in rows.items():
         sequence = worker.stay_of(number, row).sequence
         sequence.deaths += 1
-        sequence.lone_deaths += len(rows) == 1
+        sequence.lone_deaths += len(rows) == 1 and not silent
         if sequence.deaths >= DEATHS:
             state.suspects[sequence.uid] = sequence
+        if silent:
+            state.silent.setdefault(worker.peer, []).append(sequence)
+    if silent:
+        state.silent.setdefault(worker.peer, [])
+
+
+def clear_silent(state: SchedulerState, peer: str) -> None:
+    """A worker is heard again: if it was lost for its silence, that was no death, and nobody's fault."""
+    for sequence in state.silent.pop(peer, []):
+        sequence.deaths = max(0, sequence.deaths - 1)
+        if sequence.deaths < DEATHS:
+            state.suspects.pop(sequence.uid, None)
 
 
 def acquit(state: SchedulerState) -> None:

@@ -82,6 +82,7 @@ class Worker:
     flights: deque[Flight] = field(default_factory=deque)
     next_number: int = 1
     plan_faults: int = 0  # plans that it could not apply since its last result
+    stuck: tuple[int, int, float] | None = None  # idle with plans in flight: its last plan, the oldest, since when
     step_time: StepTime = field(default_factory=StepTime)
 
     @classmethod
@@ -109,7 +110,7 @@ class Worker:
         self.batch = RowBatch(self.max_rows, self.capacity, self.pool.block_size)
         self.leaving, self.departed, self.computing = [], {}, {}
         self.flights.clear()
-        self.steady = None
+        self.steady = self.stuck = None
         self.next_number = 1
 
     @property
@@ -227,6 +228,7 @@ class SchedulerState:
         self.next_beat = now
         self.told_ready: bool | None = None
         self.suspects: dict[int, Sequence] = {}  # by uid: see quarantine.py
+        self.silent: dict[str, list[Sequence]] = {}  # peers lost for their silence: who was in flight there
         self.recheck = False  # workers changed: what waits may not fit any more
         self.tokens_per_second = 0.0  # sampled, smoothed over plans
         self.computed_per_second = 0.0  # the same for all tokens that a worker computes, prompts too

@@ -20,10 +20,12 @@ from scheduler.batch import Stay
 from scheduler.errors import LedgerError
 from scheduler.events import FromWorker, Outgoing
 from scheduler.lifecycle import end, orphan
-from scheduler.quarantine import MAX_LONE_DEATHS, suspect
+from scheduler.quarantine import MAX_LONE_DEATHS, clear_silent, suspect
 from scheduler.results import apply_result
+from scheduler.sequence import Sequence
 from scheduler.state import Link, SchedulerState, Worker
 
+LOST_AFTER = 1.0  # seconds that a worker is idle with a plan in flight, before the plan or its result counts as lost
 MAX_PLAN_FAULTS = 3  # from so many in a row on, a plan that cannot be applied counts as one that fails
 MAX_TABLE_ENTRIES = 2**31  # tokens of all rows of one worker
 
@@ -33,6 +35,7 @@ Replies = list[Outgoing[SchedulerToWorker]]
 def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
     """Handle one message of a worker; returns what must be sent to it at once."""
     message, worker = event.message, state.workers.get(event.peer)
+    clear_silent(state, event.peer)
     if isinstance(message, WorkerHello):
         return _hello(state, event.peer, message, now)
     if worker is None or event.header.session != state.session:
@@ -49,6 +52,8 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
             lose(state, worker, "the worker is stopping", now, died=False)
         case Heartbeat():
             _confirm(state, worker)
+            if _is_stuck(worker, message, now):
+                return reset(state, worker, f"plan {worker.flights[0].number} or its result was lost", now)
         case WorkerFault():
             worker.plan_faults += 1
             if message.executing or worker.plan_faults >= MAX_PLAN_FAULTS:
@@ -79,21 +84,42 @@ def reset(state: SchedulerState, worker: Worker, cause: str, now: float) -> Repl
     return [Outgoing(worker.peer, worker.header(state.session), Reset())]
 
 
-def lose(state: SchedulerState, worker: Worker, cause: str, now: float, *, died: bool = True) -> None:
-    """The worker is dead or cut off."""
+def lose(
+    state: SchedulerState, worker: Worker, cause: str, now: float, *, died: bool = True, silent: bool = False
+) -> None:
+    """The worker is dead or cut off. silent: nobody knows which; nothing is held against its sequences for good
+    before the transport says that it is gone."""
     if died:
-        suspect(state, worker)
+        suspect(state, worker, silent=silent)
     _orphan_all(state, worker, cause, now)
     del state.workers[worker.peer]
     state.totals.worker_losses += 1
     _note_usable(state, now)
 
 
+def lose_silent(state: SchedulerState, peer: str, now: float) -> None:
+    """A worker that was lost for its silence is dead indeed: what was alone in flight there may be its cause."""
+    sequences = state.silent.pop(peer, [])
+    if len(sequences) == 1:
+        sequences[0].lone_deaths += 1
+        _refuse_poison(state, sequences[0], now)
+
+
+def remind(state: SchedulerState, now: float) -> Replies:
+    """Tell workers that have not just been heard their epoch again, with each beat: so a Reset that was lost is made
+    good, and a worker whose process is gone is noticed, since the transport cannot reach it. One that is in its epoch
+    answers with a heartbeat, no more. Those that were lost for their silence are told that they are unknown."""
+    quiet = [worker for worker in state.workers.values() if worker.last_seen < now]
+    told = [(worker.peer, worker.header(state.session)) for worker in quiet]
+    told += [(peer, Header(session=state.session)) for peer in state.silent]
+    return [Outgoing(peer, header, Reset()) for peer, header in told]
+
+
 def check_workers(state: SchedulerState, now: float) -> None:
     """Lose those that have been silent, or at one plan, for too long."""
     for worker in list(state.workers.values()):
         if now - worker.last_seen > state.config.worker_timeout:
-            lose(state, worker, f"no heartbeat for {state.config.worker_timeout:g} s", now)
+            lose(state, worker, f"no heartbeat for {state.config.worker_timeout:g} s", now, silent=True)
         elif worker.flights and now - worker.flights[0].issued_at > state.config.step_timeout:
             lose(state, worker, f"one step took over {state.config.step_timeout:g} s", now)
 
@@ -175,6 +201,17 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
         state.recheck = True
 
 
+def _is_stuck(worker: Worker, beat: Heartbeat, now: float) -> bool:
+    """Whether the worker has had nothing to do for LOST_AFTER although a plan is in flight: heartbeats said that it is
+    idle, and neither its last plan nor the oldest one in flight changed between them."""
+    waits = beat.phase is Phase.IDLE and bool(worker.flights)
+    seen = (beat.last_plan, worker.flights[0].number) if waits else None
+    if seen is None or worker.stuck is None or worker.stuck[:2] != seen:
+        worker.stuck = (*seen, now) if seen is not None else None
+        return False
+    return now - worker.stuck[2] > LOST_AFTER
+
+
 def _stays_of(worker: Worker, uids: list[int]) -> list[Stay]:
     """The stays of the sequences with these uids; those that have left are passed over."""
     return [stay for stay in worker.batch.stays if stay is not None and stay.sequence.uid in uids]
@@ -183,9 +220,13 @@ def _stays_of(worker: Worker, uids: list[int]) -> list[Stay]:
 def _orphan_all(state: SchedulerState, worker: Worker, cause: str, now: float) -> None:
     for sequence in worker.running:
         orphan(state, sequence, worker, cause, now)
-        if sequence.lone_deaths >= MAX_LONE_DEATHS:
-            message = f"a worker failed {sequence.lone_deaths} times with this sequence alone in flight"
-            end(state, sequence, FinishReason.ERROR, now, cause="poisoned", message=message)
+        _refuse_poison(state, sequence, now)
+
+
+def _refuse_poison(state: SchedulerState, sequence: Sequence, now: float) -> None:
+    if sequence.lone_deaths >= MAX_LONE_DEATHS:
+        message = f"a worker failed {sequence.lone_deaths} times with this sequence alone in flight"
+        end(state, sequence, FinishReason.ERROR, now, cause="poisoned", message=message)
 
 
 def _note_usable(state: SchedulerState, now: float) -> None:

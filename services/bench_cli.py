@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command()(trace)
     app.command()(long_prompt)
     app.command()(frontend)
+    app.command()(chaos)
 
 
 def trace(
@@ -91,3 +92,35 @@ def frontend(
         streams=streams, tokens=tokens, rounds=rounds, api=api, model=model, baseline=baseline
     )
     raise typer.Exit(measurement.main(bench, json=json))
+
+
+def chaos(
+    *,
+    json: Json = False,
+    streams: Annotated[int, typer.Option(min=1, help="The least number of streams that are compared.")] = 500,
+    kills: Annotated[int, typer.Option(min=0, help="SIGKILLs of workers, scheduler and the second frontend.")] = 100,
+    others: Annotated[int, typer.Option(min=0, help="Stops and cuts beside them.")] = 50,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two faults, on average.")] = 4.0,
+    at_once: Annotated[int, typer.Option(min=1, help="Clients.")] = 16,
+    distinct: Annotated[int, typer.Option(min=1, help="Different requests, asked in turn.")] = 125,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Of the longest answers; the shortest have half.")] = 160,
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of requests and faults.")] = 1,
+    model: Annotated[str, typer.Option(help="A name in the store, or a path.")] = DEFAULT_MODEL,
+) -> None:
+    """Kill, stop and cut off real processes under streams: each must end with its undisturbed tokens. Minutes."""
+    from services.bench.chaos import campaign
+
+    options = campaign.Options(
+        model=model,
+        seed=seed,
+        streams=streams,
+        kills=kills,
+        others=others,
+        every=every,
+        at_once=at_once,
+        distinct=distinct,
+        max_tokens=max_tokens,
+        workers=workers,
+    )
+    raise typer.Exit(campaign.main(options, json=json))

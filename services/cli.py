@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from services import bench_cli, endurance_cli, offline_cli
+from services import bench_cli, demo_cli, endurance_cli, offline_cli
 from services.environment import warnings_about
 from services.options import takes
 from services.processes import PARENT_VARIABLE
@@ -34,10 +34,13 @@ app = typer.Typer(name="signalbox", no_args_is_help=True, **PLAIN)
 models_app = typer.Typer(help="The model store.", no_args_is_help=True, **PLAIN)
 bench_app = typer.Typer(help="Measurements.", no_args_is_help=True, **PLAIN)
 app.add_typer(models_app, name="models")
+demo_app = typer.Typer(no_args_is_help=True, **PLAIN)
 app.add_typer(bench_app, name="bench")
+app.add_typer(demo_app, name="demo")
 offline_cli.register(app)
 bench_cli.register(bench_app)
 endurance_cli.register(bench_app)
+demo_cli.register(demo_app)
 
 OUR_PACKAGES = ("proto", "kvpool", "scheduler", "worker", "services")
 

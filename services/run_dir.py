@@ -75,9 +75,14 @@ class SchedulerLock:
             raise SettingsError(
                 f"--run-dir {run_dir.path} already has a running scheduler; stop it or choose another folder"
             ) from None
-        for stale in (run_dir.frontend, run_dir.plan, run_dir.control):
-            stale.unlink(missing_ok=True)
+        self._sockets = (run_dir.frontend, run_dir.plan, run_dir.control)
+        self._remove_sockets()
 
     def close(self) -> None:
-        """Let the next scheduler in."""
+        """Remove the socket files, which ZeroMQ leaves, and let the next scheduler in."""
+        self._remove_sockets()
         os.close(self._fd)
+
+    def _remove_sockets(self) -> None:
+        for path in self._sockets:
+            path.unlink(missing_ok=True)

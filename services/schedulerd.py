@@ -212,6 +212,8 @@ def config_of(settings: SchedulerSettings) -> SchedulerConfig:
         max_num_batched_tokens=max(settings.max_num_batched_tokens, settings.max_num_seqs),
         max_queued_requests=settings.max_queued_requests,
         max_queued_tokens=settings.max_queued_tokens,
+        worker_timeout=settings.worker_timeout,
+        step_timeout=settings.step_timeout,
         recovery_timeout=settings.recovery_timeout,
         max_chunk=settings.max_chunk,
         itl_target=settings.itl_target_ms / 1000 or None,

@@ -275,6 +275,16 @@ class RecoverySettings(CommonSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DetectionSettings(CommonSettings):
+    """When a worker that neither ended nor answers counts as lost."""
+
+    worker_timeout: Annotated[
+        float, "Seconds of silence after which a worker counts as lost; one that died is noticed at once.", Bounds(1)
+    ] = 3.0
+    step_timeout: Annotated[float, "Seconds after which a step of a worker counts as hung.", Bounds(1)] = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class QueueSettings(RecoverySettings):
     """How much may wait, and for how long."""
 
@@ -394,7 +404,7 @@ class FrontSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerSettings(LinkSettings, BatchSettings, QueueSettings, PolicySettings, EventSettings):
+class SchedulerSettings(LinkSettings, BatchSettings, QueueSettings, DetectionSettings, PolicySettings, EventSettings):
     """What signalbox-scheduler can be told."""
 
 
@@ -413,7 +423,7 @@ class FrontendSettings(LinkSettings, FrontSettings, RecoverySettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpSettings(FrontSettings, EngineSettings, QueueSettings, PolicySettings, EventSettings):
+class UpSettings(FrontSettings, EngineSettings, QueueSettings, DetectionSettings, PolicySettings, EventSettings):
     """What `signalbox up` can be told: all of it, for one scheduler, some workers and some frontends."""
 
     workers: Annotated[int, "Worker processes.", Bounds(1, 256)] = 1

@@ -215,8 +215,9 @@ class Simulation:
         return events
 
     def _to_worker(self, node: _Node, header: Header, message: object) -> None:
-        if isinstance(message, Reset) and not node.link.session:
-            node.link = dataclasses.replace(header, number=0)
+        link = dataclasses.replace(header, number=0)
+        if isinstance(message, Reset) and node.link in (Header(), link):
+            node.link = link
             self._at(self._now, partial(self._beat_of, node))
         elif isinstance(message, StepPlan):
             node.last_plan = header.number

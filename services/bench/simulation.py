@@ -145,9 +145,10 @@ class Simulation:
 
     def _to_worker(self, header: Header, message: object) -> None:
         if isinstance(message, Reset):
-            self.worker.reset()
-            self._worker_link = replace(header, number=0)
-            self._last_plan = 0
+            if replace(header, number=0) != self._worker_link:  # else it is told again
+                self.worker.reset()
+                self._worker_link = replace(header, number=0)
+                self._last_plan = 0
         elif isinstance(message, StepPlan):
             self._last_plan = header.number
             result = self.worker.execute(message)

@@ -155,7 +155,8 @@ def test_the_queue_is_bounded_and_says_when_to_retry() -> None:
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.0, 1.0), (2.0, 16.0), (1000.0, 1.0), (0.1, 60.0)])
 def test_the_time_to_retry_is_that_of_computing_what_waits(rate: float, expected: float) -> None:
-    world = World(1, SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_queued_requests=4))
+    config = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=8, max_queued_requests=4)
+    world = World(1, config, max_delay=0.0)  # all arrive together
     world.add_worker("w0", num_blocks=64)
     frontend = world.add_frontend("f0")
     sequences = [SimSequence(handle=h, seed=h, prompt=[1] * 8, max_length=20) for h in range(1, 6)]

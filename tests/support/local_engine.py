@@ -148,6 +148,8 @@ class LocalEngine:
 
     def _work(self, header: Header, message: object) -> list[Event]:
         if isinstance(message, Reset):
+            if header == self.worker_header:
+                return []  # told again
             self.runner.reset()
             self.results.clear()
             self.worker_header = header

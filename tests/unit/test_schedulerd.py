@@ -122,8 +122,8 @@ def test_a_frontend_that_leaves_with_nothing_open_is_no_warning(service, context
     assert {entry["event"]: entry["log_level"] for entry in logs} == {"peer gone": "info"}
 
 
-def test_a_worker_that_says_that_it_stops_is_no_warning(service, context, run_dir):
-    control = connect(context, control_link(run_dir), "w1")
+def join(service: SchedulerService, control: Dealer) -> None:
+    """Say hello as a worker and wait until the scheduler knows it."""
     hello = WorkerHello(
         worker="w1",
         fingerprint="f",
@@ -139,6 +139,29 @@ def test_a_worker_that_says_that_it_stops_is_no_warning(service, context, run_di
     assert control.send(encode(Header(), hello))
     while not service.state.workers:
         service.step(0.6)
+
+
+def test_a_worker_whose_process_is_gone_is_noticed_by_the_next_beats_and_not_by_its_silence(context, run_dir):
+    config = SchedulerConfig(worker_timeout=1000.0, step_timeout=1000.0)
+    service = SchedulerService(run_dir, config)
+    control = connect(context, control_link(run_dir), "w1")
+    join(service, control)
+    control.close()
+    while service.state.workers:
+        service.step(0.6)
+    service.close()
+
+
+def test_nothing_is_left_in_the_run_folder_but_the_lock(run_dir):
+    service = SchedulerService(run_dir, SchedulerConfig())
+    assert run_dir.control.exists()
+    service.close()
+    assert [path.name for path in run_dir.path.iterdir()] == ["scheduler.lock"]
+
+
+def test_a_worker_that_says_that_it_stops_is_no_warning(service, context, run_dir):
+    control = connect(context, control_link(run_dir), "w1")
+    join(service, control)
     header = Header(session=service.state.session, link=1, epoch=1)
     with structlog.testing.capture_logs() as logs:
         assert control.send(encode(header, Heartbeat(worker="w1", last_plan=0, phase=Phase.STOPPING)))
@@ -162,8 +185,11 @@ def test_settings_reach_the_state_machine(tmp_path):
         max_chunk=17,
         itl_target_ms=40.0,
         prefix_caching=False,
+        worker_timeout=1.5,
+        step_timeout=7.0,
     )
     config = config_of(settings)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.recovery_timeout) == (3, 64, 2.5)
+    assert (config.worker_timeout, config.step_timeout) == (1.5, 7.0)
     assert (config.max_chunk, config.itl_target, config.prefix_caching) == (17, 0.04, False)
     assert config_of(SchedulerSettings(run_dir=tmp_path)).itl_target is None

@@ -113,6 +113,7 @@ class Audit:
         self.flights: dict[tuple[str, int], deque[tuple[int, set[int]]]] = {}  # plans without a result, and whose
         self.alone: Counter[int] = Counter()  # uid -> epochs that ended while it was alone in flight
         self.wrong: list[StepResult] = []  # answers that are at odds with the books
+        self._told: dict[str, Header] = {}  # worker -> what its last Reset said
         self._must_reset: set[tuple[str, int]] = set()
         self.steps = 0
         self._waiting: list[Sequence] = []
@@ -139,7 +140,8 @@ class Audit:
             if isinstance(plan.message, StepPlan):
                 self._plan(plan.peer, plan.header, plan.message)
                 joined += [join.sequence for join in plan.message.joins]
-            elif isinstance(plan.message, Reset):
+            elif isinstance(plan.message, Reset) and plan.header != self._told.get(plan.peer):
+                self._told[plan.peer] = plan.header
                 self.note(f"{plan.peer} is given epoch {plan.header.epoch}")
         self._follow_flights()
         kept = [w for w in self.state.workers.values() if (w.peer, w.epoch) in self._must_reset]

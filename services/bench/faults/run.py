@@ -92,7 +92,7 @@ def draw(seed: int, *, twin: bool = False, validate_every: int = 25) -> World:
         max_bypass=rng.choice((1, 4, 64)),
         block_wait=rng.choice((0.05, 2.0)),
         worker_timeout=1.0,
-        step_timeout=2.0,
+        step_timeout=PATIENCE,  # no step hangs: what waits for this would be a lost plan that nobody noticed
         frontend_timeout=2.0,
         recovery_timeout=60.0,
     )

@@ -22,6 +22,7 @@ from proto.messages import (
     Heartbeat,
     Message,
     Phase,
+    Reset,
     SchedulerBeat,
     StepPlan,
     StepResult,
@@ -49,7 +50,7 @@ TO_PEERS = (*SCHEDULER_TO_FRONTEND, *SCHEDULER_TO_WORKER)
 # What may get lost on a link that stands, because it is repeated, or its loss is noticed. All else gets lost only
 # with the link itself, which both sides see break.
 LOSABLE = (
-    StepPlan, StepResult, WorkerFault, WorkerHello, Heartbeat,
+    StepPlan, StepResult, WorkerFault, WorkerHello, Heartbeat, Reset,
     TokenFrame, SchedulerBeat, Welcome, FrontendHello, FrontendBeat,
 )  # fmt: skip
 
@@ -288,7 +289,9 @@ class World:
 
     def _to_peer(self, peer: str, header: Header, message: Message) -> None:
         node = self._node(peer)
-        if node is not None:
+        if node is None:
+            self.at(self.random.random() * self.max_delay, lambda: self.inbox.append(PeerLost(peer)))
+        else:
             frame = encode(header, message)  # as it is now: its columns may be views of the scheduler's
             self._post(("out", peer), message, lambda: node.receive(*decode(frame, TO_PEERS, len(frame))))
 

@@ -1,0 +1,148 @@
+"""What a campaign showed, and what of it is a miss."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.table import Table
+
+from services.bench.chaos.clients import Stream
+from services.bench.chaos.faults import Fault, Kind
+
+LONGEST_PAUSE = 3.0  # seconds, beyond the time that a worker needs to start: what 99 of 100 pauses keep within
+LONGEST_RESTART = 2.0  # seconds from a new scheduler's being up to the first token
+PAUSE, SHORTEST_PAUSE = 5, 0.1  # so many times the usual time between two tokens, and so many seconds, is a pause
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Seconds unless told otherwise. wrong: streams without exactly their undisturbed tokens, and why. left: what was
+    not given back or did not end in order. lost: streams that went with their frontend; each was asked again."""
+
+    streams: int = 0
+    wanted_streams: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    lost: int = 0
+    hit: int = 0
+    paused: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    kills: int = 0
+    wanted_kills: int = 0
+    pauses: list[float] = field(default_factory=list)
+    usual_gap: float = 0.0
+    worker_starts: list[float] = field(default_factory=list)
+    restarts: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    hung: int = 0
+    left: list[str] = field(default_factory=list)
+    error: str = ""
+
+    def misses(self) -> list[str]:
+        """What was promised and not kept; nothing when all is well."""
+        found = [self.error] if self.error else []
+        found += [f"stream: {what}" for what in self.wrong[:10]]
+        if len(self.wrong) > 10:
+            found.append(f"and {len(self.wrong) - 10} more streams")
+        found += self.left
+        if self.hung:
+            found.append(f"{self.hung} clients hung")
+        for name, got, wanted in (
+            ("streams", self.streams, self.wanted_streams),
+            ("kills", self.kills, self.wanted_kills),
+            ("streams paused in mid-flight", self.paused, self.streams // 2),
+        ):
+            if got < wanted:
+                found.append(f"only {got} {name}, wanted {wanted}")
+        limit = LONGEST_PAUSE + percentile(self.worker_starts, 0.5)
+        if percentile(self.pauses, 0.99) > limit:
+            found.append(f"pauses: p99 {percentile(self.pauses, 0.99):.2f} s is over {limit:.2f} s")
+        if percentile(self.restarts, 0.5) > LONGEST_RESTART:
+            found.append(f"scheduler up to first token: p50 {percentile(self.restarts, 0.5):.2f} s")
+        return found
+
+    def figures(self) -> dict[str, object]:
+        """For programs."""
+        return {
+            "streams": self.streams,
+            "kinds": dict(sorted(self.kinds.items())),
+            "tokens_checked": self.tokens,
+            "lost_with_their_frontend": self.lost,
+            "hit_in_mid_flight": self.hit,
+            "paused_in_mid_flight": self.paused,
+            "kills": self.kills,
+            "faults": dict(sorted(self.faults.items())),
+            "pauses": len(self.pauses),
+            "pause_p50": round(percentile(self.pauses, 0.5), 3),
+            "pause_p99": round(percentile(self.pauses, 0.99), 3),
+            "pause_max": round(max(self.pauses, default=0.0), 3),
+            "worker_start_p50": round(percentile(self.worker_starts, 0.5), 3),
+            "scheduler_up_to_token_p50": round(percentile(self.restarts, 0.5), 3),
+            "scheduler_up_to_token_max": round(max(self.restarts, default=0.0), 3),
+            "wrong": len(self.wrong),
+            "hung": self.hung,
+            "left": len(self.left),
+            "seconds": round(self.seconds, 1),
+            "misses": self.misses(),
+        }
+
+
+def table(report: Report) -> Table:
+    """For people."""
+    result = Table(
+        title=f"{report.kills} kills in {report.seconds:.0f} s",
+        caption=(
+            "Pause: a fault struck between two tokens of a stream, which came"
+            f" {PAUSE} times the usual {report.usual_gap * 1000:.0f} ms or more apart."
+        ),
+        show_header=False,
+    )
+    result.add_column()
+    result.add_column(justify="right")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(report.kinds.items()))
+    rows = {
+        "streams with exactly their undisturbed tokens": f"{report.streams - len(report.wrong):,}",
+        "of": f"{report.streams:,} ({kinds})",
+        "tokens checked": f"{report.tokens:,}",
+        "in mid-flight when a fault struck": f"{report.hit:,}",
+        "paused in mid-flight": f"{report.paused:,}",
+        "lost with their frontend, and asked again": f"{report.lost:,}",
+        **{what: f"{count:,}" for what, count in sorted(report.faults.items())},
+        "pauses: p50, p99, longest": _seconds(report.pauses),
+        "a worker's start: p50, p99, longest": _seconds(report.worker_starts),
+        "scheduler up to first token: p50, p99, longest": _seconds(report.restarts),
+        "hung clients": f"{report.hung:,}",
+        "blocks, processes and files left": f"{len(report.left):,}",
+    }
+    for name, value in rows.items():
+        result.add_row(name, value)
+    return result
+
+
+def note_pauses(report: Report, stream: Stream, faults: Sequence[Fault]) -> None:
+    """Count the stream's pauses: gaps between two of its tokens in which a fault struck."""
+    kills = [fault.at for fault in faults if fault.kind is Kind.KILL]
+    if not stream.times:
+        return
+    report.hit += any(stream.times[0] < at < stream.times[-1] for at in kills)
+    pauses = [
+        later - sooner
+        for sooner, later in zip(stream.times, stream.times[1:], strict=False)
+        if later - sooner > max(PAUSE * report.usual_gap, SHORTEST_PAUSE)
+        and any(sooner < fault.at < later for fault in faults)
+    ]
+    report.pauses += pauses
+    report.paused += bool(pauses)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The least value that so many are not above; 0 when there are none."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return f"{percentile(values, 0.5):.2f}, {percentile(values, 0.99):.2f}, {max(values, default=0.0):.2f} s"
