@@ -13,6 +13,8 @@ from scheduler.sequence import Sequence, Status
 from scheduler.state import SchedulerState, Worker
 from scheduler.timing import note_admission
 
+SERVED = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE)  # what tells how long service takes
+
 
 def create(state: SchedulerState, sequence: Sequence, cause: str, now: float) -> None:
     """Take a sequence in. Its prompt is hashed here, while workers compute, and not when they wait for a plan."""
@@ -126,6 +128,8 @@ def _conclude(
         message=message,
     )
     state.totals.ended[reason.name.lower()] += 1
+    if sequence.admitted_at is not None and reason in SERVED:
+        state.service_time.observe(now - sequence.admitted_at, cut_short=reason is FinishReason.DEADLINE)
     mark_dirty(state, sequence)
 
 

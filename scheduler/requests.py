@@ -206,12 +206,18 @@ def _never_fits(state: SchedulerState, add: Add) -> str | None:
 def _overload(state: SchedulerState, add: Add, count: int) -> tuple[RefusalCode, str, float] | None:
     config = state.config
     tokens = state.waiting_tokens + count * len(add.prompt_ids)
+    seconds = state.service_time.until_end(len(state.waiting), state.num_running)
     full = len(state.waiting) + count > config.max_queued_requests or tokens > config.max_queued_tokens
-    if not (state.waiting and full):
+    late = add.deadline is not None and add.deadline < seconds
+    if not (state.waiting and (full or late)):
         return None  # an empty queue takes any one request: else the same one would be refused for ever
     rate = state.computed_per_second * sum(1 for _ in state.ready_workers)
     retry_after = min(MAX_RETRY_AFTER, max(MIN_RETRY_AFTER, state.waiting_tokens / rate if rate else 0.0))
     message = f"the queue is full: {len(state.waiting)} sequences with {state.waiting_tokens} tokens wait"
+    if not full:
+        message = (
+            f"its deadline of {add.deadline:g} s would pass: with {len(state.waiting)} waiting it needs {seconds:.1f} s"
+        )
     return RefusalCode.OVERLOADED, message, retry_after
 
 

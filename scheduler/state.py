@@ -21,6 +21,7 @@ from scheduler.errors import SchedulerError
 from scheduler.histogram import Histogram
 from scheduler.queue import Tenants, WaitingQueue
 from scheduler.sequence import Sequence, Status
+from scheduler.service_time import ServiceTime
 from scheduler.steady import Piece, Steady
 from scheduler.steptime import StepTime
 
@@ -230,6 +231,7 @@ class SchedulerState:
         self.suspects: dict[int, Sequence] = {}  # by uid: see quarantine.py
         self.silent: dict[str, list[Sequence]] = {}  # peers lost for their silence: who was in flight there
         self.recheck = False  # workers changed: what waits may not fit any more
+        self.service_time = ServiceTime()
         self.tokens_per_second = 0.0  # sampled, smoothed over plans
         self.computed_per_second = 0.0  # the same for all tokens that a worker computes, prompts too
         self.departed: dict[str, dict[str, float]] = {}  # counters of frontends that may come back, by link identity
