@@ -18,7 +18,12 @@ COPY worker worker
 RUN .venv/bin/python -m worker.cpu.native.build
 
 FROM ${BASE_IMAGE}
-RUN mkdir -p /run/signalbox /var/lib/signalbox && chown 10001:10001 /run/signalbox && chmod 0700 /run/signalbox
+ARG TORCH=cpu
+# Triton compiles what launches its kernels.
+RUN [ "$TORCH" != cuda ] || command -v gcc || \
+    (apt-get update -qq && apt-get install -y -qq --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*)
+RUN mkdir -p /run/signalbox /var/lib/signalbox /var/cache/signalbox \
+    && chown 10001:10001 /run/signalbox /var/cache/signalbox && chmod 0700 /run/signalbox
 COPY --from=build /app/.venv /app/.venv
 WORKDIR /app
 COPY LICENSE pyproject.toml ./

@@ -19,6 +19,7 @@ METAVARS = {
     Address: "HOST:PORT",
     Address | None: "HOST:PORT",
     ByteSize: "SIZE",
+    ByteSize | None: "SIZE",
     Path: "FOLDER",
     Path | None: "FOLDER",
     float: "SECONDS",

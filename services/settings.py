@@ -22,7 +22,7 @@ class SettingsError(ValueError):
 
 
 class Device(StrEnum):
-    """Where a worker computes. auto: cuda when this version supports it and a GPU is there, else cpu."""
+    """Where a worker computes. auto: the CPU, until the GPU engine has run on a GPU."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -179,11 +179,11 @@ def host_name() -> str:
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_HTTP = Address("127.0.0.1", 8000)
 DEFAULT_GRPC = Address("127.0.0.1", 8001)
-DEFAULT_KV_CACHE = ByteSize(512 * 2**20)
 DEFAULT_MAX_BODY = ByteSize(8 * 2**20)
 DEFAULT_EVENT_MEMORY = ByteSize(32 * 2**20)
 MAX_LINK_PORT = 65533
 POSITIVE = Bounds(1)
+SHARE = Metavar("SHARE")
 NOT_NEGATIVE = Bounds(0)
 
 
@@ -201,7 +201,7 @@ class CommonSettings:
         for name, hint in get_type_hints(type(self), include_extras=True).items():
             value = getattr(self, name)
             for bounds in get_args(hint):
-                if isinstance(bounds, Bounds) and not bounds.least <= value <= bounds.most:
+                if isinstance(bounds, Bounds) and value is not None and not bounds.least <= value <= bounds.most:
                     raise SettingsError(f"{flag_of(name)} must be {bounds}, not {value}")
 
 
@@ -339,15 +339,25 @@ class EngineSettings(ModelSettings, BatchSettings):
     """How a worker computes."""
 
     device: Annotated[Device, "Where the worker computes."] = Device.AUTO
-    dtype: Annotated[DType, "The number format it computes in; auto, on a CPU: weights as stored."] = DType.AUTO
+    dtype: Annotated[DType, "The number format it computes in; auto: weights as stored, bfloat16 on a GPU."] = (
+        DType.AUTO
+    )
     kv_dtype: Annotated[
         KVDType, "The number format of keys and values; auto, on a CPU: float16, or as float32 weights."
     ] = KVDType.AUTO
     quantization: Annotated[Quantization, "How a Hugging Face folder's matrices are kept on a CPU."] = Quantization.NONE
     block_size: Annotated[int, "Token slots in one KV block, a power of two.", Bounds(1, 1024)] = 16
-    kv_cache_memory: Annotated[ByteSize, "Memory for the KV blocks of one worker: 512MiB, 2GiB or bytes.", POSITIVE] = (
-        DEFAULT_KV_CACHE
-    )
+    kv_cache_memory: Annotated[
+        ByteSize | None,
+        "Memory for one worker's KV blocks: 512MiB, 2GiB or bytes; none: 512MiB, or what the GPU options leave.",
+        POSITIVE,
+    ] = None
+    gpu_memory_utilization: Annotated[float, "The engine's part of a GPU's memory.", Bounds(0.01, 1), SHARE] = 0.9
+    gpu_memory_fraction: Annotated[
+        float | None, "The same for a GPU that is shared with a trainer, instead of it.", Bounds(0.01, 1), SHARE
+    ] = None
+    enforce_eager: Annotated[bool, "On a GPU: launch each kernel instead of captured graphs."] = False
+    batch_invariant: Annotated[bool, "On a GPU: results depend on a row's own tokens alone, which costs speed."] = False
     window: Annotated[int, "Plans in flight to a worker; 0: 1 on a CPU, 2 on a GPU.", Bounds(0, 4)] = 0
     threads: Annotated[int, "Threads of one worker's computation; 0: all usable cores.", NOT_NEGATIVE] = 0
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import structlog
 import zmq
@@ -53,6 +54,22 @@ class PlanRunner(Protocol):
     def fail_grammar(self, sequence: int, why: str) -> None: ...
 
 
+@runtime_checkable
+class Pipeline(PlanRunner, Protocol):
+    """A runner that plans can be launched on before the results of those before them are there."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+    def launch(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> list[StepResult]: ...
+
+    def watch_results(self, wake: Callable[[], None]) -> None: ...
+
+    def idle(self) -> bool: ...
+
+
 class WorkerService:
     """Runs plans of the current epoch, in order of their numbers.
 
@@ -71,25 +88,37 @@ class WorkerService:
         self.poller.register(self.control.inbox.fd, zmq.POLLIN)
         self.grammars: Mailbox[None] = Mailbox()  # woken when a grammar is ready or has failed
         self.poller.register(self.grammars.fd, zmq.POLLIN)
+        self.results: Mailbox[None] = Mailbox()  # woken when launched plans may be done
+        self.poller.register(self.results.fd, zmq.POLLIN)
+        self.launched: deque[tuple[Header, float]] = deque()  # plans in flight, with the time of their launch
         self.epoch: Header | None = None  # session, link and epoch that plans must carry
         self.last_plan = 0
         self.compiling: dict[int, float] = {}  # sequence whose grammar is not ready -> until when it may take
+        self.pipeline: Pipeline | None = None
+        self.last_end = 0.0  # when the last launched plan ended
+        self.idles = True  # work may be left that waits for an idle moment
         self.refused = ""  # why the scheduler does not want this worker
 
     def join(self, runner: PlanRunner, name: str) -> None:
         """Offer a loaded model to the scheduler; `step` serves it from here on."""
         self.runner = runner
+        self.pipeline = runner if isinstance(runner, Pipeline) else None
+        if self.pipeline is not None:
+            self.pipeline.watch_results(lambda: self.results.put(None))
         runner.watch_grammars(lambda: self.grammars.put(None))
         self.control.offer(runner.hello(name))
 
     def step(self) -> None:
         """Wait for plans or orders and handle all that are there."""
         due = min(self.compiling.values(), default=None)
-        self.poller.poll(None if due is None else milliseconds(due - time.monotonic()))
+        rest = None if due is None else milliseconds(due - time.monotonic())
+        while not self.poller.poll(0 if self._may_idle() else rest) and self._may_idle():
+            self._idle()
         for data in self.plans.receive():
             self._obey()  # the Reset that began this plan's epoch came before the plan
             self.take_frame(data)
         self._obey()
+        self._deliver()
         self.grammars.take()
         self._tell_grammars()
         self._give_up_grammars(time.monotonic())
@@ -110,6 +139,7 @@ class WorkerService:
         self.plans.close(LAST_WORDS)
         self.context.term()
         self.grammars.close()
+        self.results.close()
 
     def _obey(self) -> None:
         for header, order in self.control.inbox.take():
@@ -123,6 +153,7 @@ class WorkerService:
             return  # a second answer to a second hello
         self.runner.reset()
         self.compiling.clear()
+        self.launched.clear()
         if header.epoch == 0:
             self.epoch = None  # the scheduler does not know us; the control thread says hello again
             return
@@ -140,6 +171,9 @@ class WorkerService:
         until = time.monotonic() + GRAMMAR_SECONDS
         self.compiling |= {join.sequence: until for join in plan.joins if join.params.grammar}
         started = time.perf_counter()
+        if self.pipeline is not None:
+            self._launch(self.pipeline, header, plan, started)
+            return
         try:
             result = self.runner.execute(plan)
             answer = encode(header, replace(result, seconds=time.perf_counter() - started))
@@ -153,6 +187,48 @@ class WorkerService:
         self._tell_grammars()  # a row that fails by its grammar says so before its result
         self.plans.send(answer)
         self._tell(header.number, Phase.IDLE)
+
+    def _launch(self, pipeline: Pipeline, header: Header, plan: StepPlan, started: float) -> None:
+        try:
+            pipeline.launch(plan)
+        except PlanError as error:
+            self._fault(f"plan {header.number}: {error}")
+            return
+        except Exception as error:
+            log.exception("plan failed", plan=header.number)
+            self._fault(f"plan {header.number}: {type(error).__name__}: {error}", executing=True)
+            return
+        self.launched.append((header, started))
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Sends the results of launched plans that are done. A step's time begins when the one before it ended."""
+        self.results.take()
+        if self.pipeline is None or not self.launched:
+            return
+        number = self.launched[0][0].number
+        try:
+            results = self.pipeline.collect()
+        except Exception as error:
+            log.exception("plan failed", plan=number)
+            self._fault(f"plan {number}: {type(error).__name__}: {error}", executing=True)
+            return
+        self._tell_grammars()
+        for result in results:
+            header, started = self.launched.popleft()
+            ended = time.perf_counter()
+            seconds, self.last_end = ended - max(started, self.last_end), ended
+            self.plans.send(encode(header, replace(result, seconds=seconds)))
+        if results and not self.launched:
+            self._tell(self.last_plan, Phase.IDLE)
+
+    def _may_idle(self) -> bool:
+        return self.pipeline is not None and self.idles and not self.launched
+
+    def _idle(self) -> None:
+        """Does a piece of work that was put off, while nothing else is to do."""
+        assert self.pipeline is not None
+        self.idles = self.pipeline.idle()
 
     def _tell_grammars(self) -> None:
         for report in self.runner.grammar_reports():
@@ -175,6 +251,7 @@ class WorkerService:
         log.error("fault", why=why)
         self.runner.reset()
         self.compiling.clear()
+        self.launched.clear()
         fault = WorkerFault(message=why[:1000], executing=executing)
         self.plans.send(encode(replace(self.epoch, number=self.last_plan), fault))
         self._tell(self.last_plan, Phase.IDLE)
@@ -189,7 +266,7 @@ def load(settings: WorkerSettings) -> PlanRunner:
     """Load the model. SettingsError, ModelError and StoreError are for people."""
     from services.models import store
     from worker.config import WorkerConfig
-    from worker.runner import Runner
+    from worker.load import load_runner
 
     try:
         config = WorkerConfig(
@@ -205,7 +282,7 @@ def load(settings: WorkerSettings) -> PlanRunner:
             threads=settings.threads,
             window=settings.window,
         )
-        return Runner.load(config)
+        return load_runner(config)
     except ConfigError as error:
         raise SettingsError(str(error)) from error
 

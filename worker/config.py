@@ -13,6 +13,8 @@ DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("none", "q8_0")
 # Bytes of one number of the KV blocks.
 KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# For KV blocks on a CPU.
+DEFAULT_KV_CACHE = 512 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,7 @@ class WorkerConfig:
     model: Path
     """A Hugging Face folder or a GGUF file."""
     device: str = "auto"
-    """auto, cpu or cuda; auto is the CPU in this version."""
+    """auto, cpu or cuda; auto is the CPU until the GPU engine has run on one."""
     dtype: str = "auto"
     """Number format of weights and activations: auto, float32 or bfloat16; auto, on a CPU: weights as stored,
     activations in float32."""
@@ -32,8 +34,16 @@ class WorkerConfig:
     """How a Hugging Face folder's matrices are kept: none, as stored, or q8_0."""
     block_size: int = 16
     """Token slots in one KV block."""
-    kv_cache_memory: int = 512 * 2**20
-    """Bytes for the KV blocks of all layers."""
+    kv_cache_memory: int | None = None
+    """Bytes for the KV blocks of all layers; None: 512 MiB on a CPU, what the engine's part leaves on a GPU."""
+    gpu_memory_utilization: float = 0.9
+    """The engine's part of a GPU's memory, in parts of 1."""
+    gpu_memory_fraction: float | None = None
+    """The same, for a GPU that is shared, with a trainer say."""
+    enforce_eager: bool = False
+    """Launch each kernel of a step instead of captured graphs."""
+    batch_invariant: bool = False
+    """On a GPU: a row's result depends on its own tokens alone, bit for bit."""
     max_rows: int = 64
     """Most sequences in the batch."""
     max_step_tokens: int = 512
@@ -46,8 +56,6 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
             raise ConfigError(f"--device must be one of {', '.join(DEVICES)}, is {self.device!r}")
-        if self.device == "cuda":
-            raise ConfigError("--device cuda is not available in this version: use --device cpu")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
         if self.quantization not in QUANTIZATIONS:
@@ -56,6 +64,12 @@ class WorkerConfig:
             raise ConfigError(f"--quantization {self.quantization} needs --dtype auto, which is {self.dtype}")
         if self.quantization != "none" and self.model.is_file():
             raise ConfigError(f"--quantization is for a Hugging Face folder: {self.model} is used as it is stored")
+        for name in ("gpu_memory_utilization", "gpu_memory_fraction"):
+            share = getattr(self, name)
+            if share is not None and not 0 < share <= 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 and at most 1, is {share}")
+        if self.device == "cuda" and self.quantization != "none":
+            raise ConfigError(f"--quantization {self.quantization} is for CPUs: leave it out with --device cuda")
         if self.kv_dtype not in ("auto", *KV_BYTES):
             raise ConfigError(f"--kv-dtype must be one of auto, {', '.join(KV_BYTES)}, is {self.kv_dtype!r}")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
@@ -70,7 +84,14 @@ class WorkerConfig:
     @property
     def resolved_dtype(self) -> str:
         """float32 or bfloat16."""
-        return "float32" if self.dtype == "auto" else self.dtype
+        if self.dtype == "auto":
+            return "bfloat16" if self.device == "cuda" else "float32"
+        return self.dtype
+
+    @property
+    def gpu_memory_share(self) -> float:
+        """The engine's part of the GPU's memory."""
+        return self.gpu_memory_utilization if self.gpu_memory_fraction is None else self.gpu_memory_fraction
 
     @property
     def resolved_threads(self) -> int:
@@ -80,13 +101,12 @@ class WorkerConfig:
     @property
     def resolved_window(self) -> int:
         """Plans that may be in flight, at least 1."""
-        return self.window or 1
+        return self.window or (2 if self.device == "cuda" else 1)
 
     def num_blocks(self, kv_bytes_per_token: int) -> int:
-        """Blocks that fit kv_cache_memory; ConfigError when not even one does."""
+        """On a CPU, blocks that fit kv_cache_memory; ConfigError when not even one does."""
         block_bytes = self.block_size * kv_bytes_per_token
-        if self.kv_cache_memory < block_bytes:
-            raise ConfigError(
-                f"--kv-cache-memory {self.kv_cache_memory} holds no KV block of this model: one takes {block_bytes}"
-            )
-        return self.kv_cache_memory // block_bytes
+        memory = DEFAULT_KV_CACHE if self.kv_cache_memory is None else self.kv_cache_memory
+        if memory < block_bytes:
+            raise ConfigError(f"--kv-cache-memory {memory} holds no KV block of this model: one takes {block_bytes}")
+        return memory // block_bytes

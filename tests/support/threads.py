@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -133,3 +134,46 @@ def worker_thread(
     finally:
         loop.halt()
         status_file.withdraw()
+
+
+class SimPipeline(SimRunner):
+    """A services.workerd.Pipeline: plans wait until `finish`, and are then computed in order. launches: one each."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(**options)
+        self.flying: deque[StepPlan] = deque()
+        self.done: list[StepResult] = []
+        self.idled = 0
+        self.launches = threading.Semaphore(0)
+        self.wake_results: Callable[[], None] = lambda: None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.flying) + len(self.done)
+
+    def launch(self, plan: StepPlan) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.flying.append(plan)
+        self.launches.release()
+
+    def finish(self) -> None:
+        """As the thread that waits for a device would: one more plan is done."""
+        self.done.append(super().execute(self.flying.popleft()))
+        self.wake_results()
+
+    def collect(self) -> list[StepResult]:
+        done, self.done = self.done, []
+        return done
+
+    def watch_results(self, wake: Callable[[], None]) -> None:
+        self.wake_results = wake
+
+    def idle(self) -> bool:
+        self.idled += 1
+        return self.idled < 3
+
+    def reset(self) -> None:
+        super().reset()
+        self.flying.clear()
+        self.done.clear()

@@ -60,6 +60,7 @@ def test_bad_size_says_how_to_write_one(text: str) -> None:
         ("window", 5),
         ("max_num_seqs", 0),
         ("kv_cache_memory", 0),
+        ("gpu_memory_fraction", 1.5),
         ("grace_seconds", -1.0),
         ("max_num_batched_tokens", 8),
         ("threads", -1),

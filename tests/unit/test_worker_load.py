@@ -86,7 +86,9 @@ def test_intact_shards_give_what_one_file_gives(tmp_path: Path) -> None:
     ("settings", "named"),
     [
         ({"device": "tpu"}, "--device"),
-        ({"device": "cuda"}, "--device cuda is not available"),
+        ({"device": "cuda", "quantization": "q8_0"}, "--quantization q8_0 is for CPUs"),
+        ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization"),
+        ({"gpu_memory_fraction": 1.5}, "--gpu-memory-fraction"),
         ({"dtype": "float64"}, "--dtype"),
         ({"block_size": 24}, "--block-size"),
         ({"block_size": 0}, "--block-size"),

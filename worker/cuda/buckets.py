@@ -31,6 +31,11 @@ class Buckets:
             return self.decode[bisect_left(self.rows, rows)]
         return self.mixed[bisect_left(self.mixed, tokens, key=lambda bucket: bucket.tokens)]
 
+    @property
+    def count(self) -> int:
+        """Graphs that are captured in the end, those of samplers with log-probabilities or a bias aside."""
+        return 2 * len(self.decode) + len(self.mixed)
+
     def samples(self, count: int) -> int:
         """Lines of a sampler that samples for `count` rows."""
         return self.rows[bisect_left(self.rows, count)]

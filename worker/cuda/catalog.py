@@ -9,7 +9,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from worker.cuda.kernels import adjust, attention, copies, decode, draw, gate, narrow, norm, plan, prefill, rope, score
+from worker.cuda.kernels import (
+    adjust,
+    attention,
+    copies,
+    decode,
+    draw,
+    gate,
+    linear,
+    narrow,
+    norm,
+    plan,
+    prefill,
+    rope,
+    score,
+)
 from worker.sampling import GREEDY_BELOW
 
 FP8 = "fp8e4nv"
@@ -75,6 +89,11 @@ def variants(arch: int) -> Iterator[Variant]:
             yield _rope(model, kv)
     for model in MODELS[:2]:
         yield from _activations(model)
+        yield Variant(
+            family="invariant linear map", shape=f"{model.hidden} to {model.hidden}", kernel=linear.linear_kernel,
+            types=_types("bf16") | {"num_tokens": "i32"}, options=linear.OPTIONS,
+            constants=linear.linear_constants(outputs=model.hidden, inputs=model.hidden, bias=True),
+        )  # fmt: skip
         yield from _sampling(model)
     yield from _batch(MODELS[0])
 

@@ -8,11 +8,12 @@ from torch.nn import functional as F
 
 from worker.cuda.kernels.attention import LayerKV, Rows
 from worker.cuda.kernels.decode import scratch_size
+from worker.cuda.kernels.linear import linear
 from worker.cuda.kernels.plan import Columns
 from worker.cuda.kernels.prefill import max_query_tiles
 from worker.cuda.kernels.table import Kernels
 from worker.loader.config import ModelConfig
-from worker.models.llama import logits, rope_table
+from worker.models.llama import rope_table
 from worker.models.weights import DecoderWeights, LayerWeights
 
 
@@ -58,6 +59,7 @@ class Decoder:
         self.programs = programs
         self.arch = arch
         self.invariant = invariant
+        self.linear = linear if invariant else F.linear
         self.place = cache.blocks.device
         rope = rope_table(config, config.max_position_embeddings)
         self.cos, self.sin = rope.cos.to(self.place), rope.sin.to(self.place)
@@ -69,7 +71,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows of hidden, vocabulary]."""
-        return logits(self.weights, hidden)
+        return self.linear(hidden, self.weights.lm_head, None).float()
 
     def forward(self, columns: Columns) -> Tensor:
         """Writes the KV of the columns' tokens; hidden states after the last norm, [T, H]."""
@@ -89,7 +91,7 @@ class Decoder:
     ) -> Tensor:
         config, tokens = self.config, len(x_TH)
         heads, dim, window = config.num_heads, config.head_dim, config.sliding_window
-        qkv = F.linear(x_TH, layer.qkv, layer.qkv_bias).view(tokens, -1, dim)
+        qkv = self.linear(x_TH, layer.qkv, layer.qkv_bias).view(tokens, -1, dim)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
@@ -106,10 +108,10 @@ class Decoder:
             least = 1 if self.invariant else 2
             tiles = max_query_tiles(tokens=tokens, rows=num_rows, group=self.group, least=least)
             self.kernels.prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window, arch=self.arch)
-        return F.linear(mixed.view(tokens, -1), layer.out, layer.out_bias)
+        return self.linear(mixed.view(tokens, -1), layer.out, layer.out_bias)
 
     def _mlp(self, layer: LayerWeights, x_TH: Tensor) -> Tensor:
-        gate_up = F.linear(x_TH, layer.gate_up, layer.gate_up_bias)
+        gate_up = self.linear(x_TH, layer.gate_up, layer.gate_up_bias)
         gated = gate_up.new_empty((len(x_TH), self.config.intermediate_size))
         self.kernels.gate(gate_up, gated, None)
-        return F.linear(gated, layer.down, layer.down_bias)
+        return self.linear(gated, layer.down, layer.down_bias)

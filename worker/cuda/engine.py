@@ -93,12 +93,18 @@ class Engine:
     def prepare(self) -> None:
         """Runs the largest steps on padding and captures them; what else there is to capture, `idle` does."""
         buckets = self.buckets
-        for key in (buckets.mixed[-1], buckets.decode[-1], SamplerKey(buckets.rows[-1])):
-            self._rehearse(key)
-            self._rehearse(key)
+        self.rehearse_largest()
+        if self.graphs.enabled:
+            self.rehearse_largest()
         self.backend.settle()
         self.graphs.plan(key for bucket in buckets.decode for key in (bucket, SamplerKey(bucket.rows)))
         self.graphs.plan(buckets.mixed)
+
+    def rehearse_largest(self) -> None:
+        """Runs the largest steps on padding."""
+        buckets = self.buckets
+        for key in (buckets.mixed[-1], buckets.decode[-1], SamplerKey(buckets.rows[-1])):
+            self._rehearse(key)
 
     def idle(self) -> bool:
         """Captures one more part of a step; False when there is none left. For when no step is under way."""

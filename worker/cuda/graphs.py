@@ -26,6 +26,11 @@ class GraphSet:
         self.direct = 0
 
     @property
+    def enabled(self) -> bool:
+        """Whether anything is captured."""
+        return self._rehearse is not None
+
+    @property
     def captured(self) -> list[Hashable]:
         """The keys that have a graph, in the order of their capture."""
         return list(self._graphs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -41,26 +41,43 @@ class DecoderWeights:
     lm_head: Tensor
 
 
-def load_weights(config: ModelConfig, tensors: Mapping[str, TensorEntry], dtype: torch.dtype) -> DecoderWeights:
-    """Reads every tensor that the architecture has; the loader has proved that they are there, in the right shape."""
-    embedding = read(tensors["model.embed_tokens.weight"], dtype)
+def stay(tensor: Tensor) -> Tensor:
+    """Leaves a tensor where it is."""
+    return tensor
+
+
+def load_weights(
+    config: ModelConfig,
+    tensors: Mapping[str, TensorEntry],
+    dtype: torch.dtype,
+    place: Callable[[Tensor], Tensor] = stay,
+) -> DecoderWeights:
+    """Reads every tensor that the architecture has; the loader has proved that they are there, in the right shape.
+
+    place: puts each one where it will be used, before the next is read.
+    """
+    embedding = place(read(tensors["model.embed_tokens.weight"], dtype))
     return DecoderWeights(
         embedding=embedding,
-        layers=tuple(_load_layer(config, tensors, index, dtype) for index in range(config.num_layers)),
-        norm=read(tensors["model.norm.weight"], dtype),
-        lm_head=embedding if config.tie_word_embeddings else read(tensors["lm_head.weight"], dtype),
+        layers=tuple(_load_layer(config, tensors, index, dtype, place) for index in range(config.num_layers)),
+        norm=place(read(tensors["model.norm.weight"], dtype)),
+        lm_head=embedding if config.tie_word_embeddings else place(read(tensors["lm_head.weight"], dtype)),
     )
 
 
 def _load_layer(
-    config: ModelConfig, tensors: Mapping[str, TensorEntry], index: int, dtype: torch.dtype
+    config: ModelConfig,
+    tensors: Mapping[str, TensorEntry],
+    index: int,
+    dtype: torch.dtype,
+    place: Callable[[Tensor], Tensor],
 ) -> LayerWeights:
     def one(name: str) -> Tensor:
-        return read(tensors[f"model.layers.{index}.{name}"], dtype)
+        return place(read(tensors[f"model.layers.{index}.{name}"], dtype))
 
     def fused(module: str, names: str, kind: str) -> Tensor:
         found = [tensors[f"model.layers.{index}.{module}.{name}_proj.{kind}"] for name in names.split()]
-        return stack(found, dtype)
+        return place(stack(found, dtype))
 
     return LayerWeights(
         attention_norm=one("input_layernorm.weight"),

@@ -67,7 +67,8 @@ def prefill_kernel(
             q, mixed, largest, total, k_ptr, v_ptr, scale, table_ptr, tile, lower, upper, end,
             KV_HEADS * PAGE * DIM, DIM, PADDED_DIM, PAGE, TILE, True,
         )  # fmt: skip
-    result = mixed * (tl.load(value_scales_ptr + kv_head) / total)[:, None]
+    # Lines beyond the last query may have seen nothing; they are not stored.
+    result = mixed * (tl.load(value_scales_ptr + kv_head) / tl.where(total > 0, total, 1.0))[:, None]
     at = ((token * (KV_HEADS * GROUP) + head) * DIM)[:, None] + within[None, :]
     tl.store(out_ptr + at, result.to(out_ptr.dtype.element_ty), mask=mask)
 

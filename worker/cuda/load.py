@@ -1,0 +1,182 @@
+"""Starts the GPU engine: weights to the device, a self-test, a plan of its memory, KV blocks, the largest graphs."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+from torch import Tensor
+
+from worker.config import KV_BYTES, WorkerConfig
+from worker.cuda.backend import CudaBackend, GraphBackend
+from worker.cuda.decoder import Decoder, KVPool
+from worker.cuda.engine import Engine
+from worker.cuda.kernels.table import Kernels
+from worker.cuda.memory import GRAPH_BYTES, MemoryPlan, plan_memory
+from worker.cuda.selftest import check_kernels
+from worker.cuda.state import Sizes
+from worker.errors import ConfigError
+from worker.loader.config import ModelConfig
+from worker.loader.model import open_model
+from worker.models.weights import DecoderWeights, load_weights
+from worker.pipeline import PipelinedRunner
+
+log = structlog.get_logger()
+# Bytes that travel at once: pinned memory is taken twice or so.
+CHUNK = 64 * 2**20
+TRIAL_BLOCKS = 4
+
+
+def load(config: WorkerConfig) -> PipelinedRunner:
+    """The runner on the first GPU that this process sees. ModelError or ConfigError says in one line what is wrong."""
+    files = open_model(config.model)
+    backend = CudaBackend(torch.device("cuda", 0))
+    weights = load_weights(files.config, files.tensors, getattr(torch, config.resolved_dtype), place=Streamed(backend))
+    backend.settle()
+    return PipelinedRunner(config, files, start(config, files.config, weights, backend))
+
+
+def start(config: WorkerConfig, model: ModelConfig, weights: DecoderWeights, backend: CudaBackend) -> Engine:
+    """An engine that is ready to serve, with weights that are on the device; the log tells its memory."""
+    device = backend.device
+    properties = torch.cuda.get_device_properties(device)
+    arch = properties.major * 10 + properties.minor
+    kernels, failed = check_kernels(model, Kernels(), device, arch=arch, page=config.block_size)
+    maker = EngineMaker(
+        config,
+        model,
+        weights,
+        backend,
+        kernels=kernels,
+        programs=-(-4 * properties.multi_processor_count // model.num_kv_heads),
+        arch=arch,
+        # What stands in for a failed kernel waits for the device, which a graph cannot.
+        capture=not (config.enforce_eager or failed),
+        name=f"{properties.name} (Triton, {'eager' if config.enforce_eager or failed else 'captured'})",
+    )
+    try:
+        plan = measure(maker, memory=properties.total_memory)
+        engine = maker.make(plan.num_blocks, min(model.max_position_embeddings, plan.num_blocks * config.block_size))
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(
+            f"the GPU's memory ran out: {total - free:,} of {total:,} bytes are taken, {own(device):,} by this worker: "
+            "lower --gpu-memory-utilization, or set --gpu-memory-fraction to share the GPU"
+        ) from error
+    reserved = torch.cuda.memory_reserved(device)
+    engine.prepare()
+    log.info("GPU memory", **plan.facts(), captured=torch.cuda.memory_reserved(device) - reserved)
+    return engine
+
+
+class EngineMaker:
+    """Makes engines that differ in their number of KV blocks alone."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: ModelConfig,
+        weights: DecoderWeights,
+        backend: GraphBackend,
+        *,
+        kernels: Kernels,
+        programs: int,
+        arch: int,
+        capture: bool,
+        name: str,
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.weights = weights
+        self.backend = backend
+        self.kernels = kernels
+        self.programs = programs
+        self.arch = arch
+        self.capture = capture
+        self.name = name
+        self.kv_dtype = config.resolved_dtype if config.kv_dtype == "auto" else config.kv_dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one KV block in all layers."""
+        return self.config.block_size * self.model.kv_bytes_per_token(KV_BYTES[self.kv_dtype])
+
+    def make(self, num_blocks: int, max_length: int) -> Engine:
+        """An engine whose KV blocks are allocated; nothing has run."""
+        config, model = self.config, self.model
+        cache = KVPool(
+            model,
+            num_blocks=num_blocks,
+            page=config.block_size,
+            dtype=getattr(torch, self.kv_dtype),
+            device=self.backend.device,
+        )
+        decoder = Decoder(
+            model,
+            self.weights,
+            cache,
+            kernels=self.kernels,
+            programs=self.programs,
+            arch=self.arch,
+            invariant=config.batch_invariant,
+        )
+        sizes = Sizes(
+            max_rows=config.max_rows,
+            max_tokens=config.max_step_tokens,
+            max_length=max_length,
+            page=config.block_size,
+            null_block=num_blocks,
+            vocabulary=model.vocab_size,
+            hidden=model.hidden_size,
+        )
+        backend = self.backend
+        return Engine(decoder, backend, self.kernels, sizes, capture=self.capture, name=self.name)
+
+
+def measure(maker: EngineMaker, *, memory: int) -> MemoryPlan:
+    """Runs the largest step on a few blocks, and counts this process's own allocations: other processes do not matter,
+    whatever they take or give back meanwhile."""
+    config, device = maker.config, maker.backend.device
+    weights = own(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    trial = maker.make(TRIAL_BLOCKS, maker.model.max_position_embeddings)
+    pool = trial.cache.blocks.nbytes
+    static = own(device) - weights - pool
+    trial.rehearse_largest()
+    maker.backend.settle()
+    peak = torch.cuda.max_memory_allocated(device) - weights - pool
+    graphs = trial.buckets.count * GRAPH_BYTES + peak - static if maker.capture else 0
+    del trial
+    torch.cuda.empty_cache()
+    return plan_memory(
+        memory=memory,
+        share=config.gpu_memory_share,
+        weights=weights,
+        activations=peak,
+        graphs=graphs,
+        block_size=config.block_size,
+        block_bytes=maker.block_bytes,
+        kv_cache_memory=config.kv_cache_memory,
+    )
+
+
+def own(device: torch.device) -> int:
+    """Bytes of this process's tensors."""
+    return torch.cuda.memory_allocated(device)
+
+
+class Streamed:
+    """Puts tensors on a device in chunks through pinned memory, while the next ones are read from disk."""
+
+    def __init__(self, backend: GraphBackend) -> None:
+        self._backend = backend
+
+    def __call__(self, source: Tensor) -> Tensor:
+        """The tensor on the device."""
+        target = torch.empty(source.shape, dtype=source.dtype, device=self._backend.device)
+        flat, there = source.contiguous().view(-1).view(torch.uint8), target.view(-1).view(torch.uint8)
+        for at in range(0, len(flat), CHUNK):
+            part = flat[at : at + CHUNK]
+            memory = self._backend.host_memory(len(part))
+            memory.copy_(part)
+            self._backend.upload(memory, there[at : at + CHUNK])
+        return target
