@@ -76,7 +76,7 @@ def frontend(
     *,
     json: Json = False,
     streams: Annotated[int, typer.Option(min=1, help="Streams at once, a connection each.")] = 256,
-    tokens: Annotated[int, typer.Option(min=2, help="Tokens of each stream.")] = 192,
+    tokens: Annotated[int, typer.Option(min=11, help="Tokens of each stream.")] = 192,
     rounds: Annotated[int, typer.Option(min=1, help="How often each side has its turn.")] = 2,
     api: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     model: Annotated[str, typer.Option(help="For its tokenizer: a name in the store, or a path.")] = DEFAULT_MODEL,

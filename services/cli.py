@@ -190,13 +190,23 @@ def list_models() -> None:
 
 
 @models_app.command()
-def pull(name: Annotated[str, typer.Argument(help="A name from `models list`.")]) -> None:
+def pull(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A name from `models list`; or ORG/NAME, or ORG/NAME/FILE.gguf, of the Hugging Face Hub "
+            "(HF_TOKEN and HF_ENDPOINT are respected)."
+        ),
+    ],
+    *,
+    revision: Annotated[str, typer.Option(help="Of ORG/NAME: a branch, tag or commit.", show_default="main")] = "",
+) -> None:
     """Fetch a model into the store; one that is there already is checked and kept."""
     from services.models import store
     from services.progress import Progress
 
     with Progress() as progress:
-        path = store.pull(name, progress.update)
+        path = store.pull(name, progress.update, revision=revision)
     typer.echo(path)
 
 

