@@ -136,6 +136,9 @@ async def test_a_full_queue_says_when_to_come_back(narrow):
             assert response.status == 429
             assert 1 <= int(response.headers["retry-after"]) <= 60
             assert (await response.json())["error"]["code"] == "overloaded"
+        for path in ("/health", "/ready", "/live", "/metrics"):  # they are not served after what waits
+            async with calls.session.get(path) as response:
+                assert response.status == 200
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await pb_grpc.GenerationServiceStub(channel).GenerateOnce(pb.GenerateRequest(text="Hello"))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED

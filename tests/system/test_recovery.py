@@ -8,7 +8,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.engine_server import EngineServer, wait_for
 
@@ -21,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
     """An engine that may be away for a minute before its clients are told."""
     options = {"recovery_timeout": 60}
     folder = tmp_path_factory.mktemp("recovery")
-    patience = {"scheduler_options": options, "frontend_options": options}
+    patience = {"scheduler_options": options | {"worker_timeout": 2}, "frontend_options": options}
     with EngineServer(folder, tiny_model, cpu_engine="torch", **patience) as server:
         yield server
 
@@ -56,19 +58,39 @@ class Calls:
         self.streamed += event["choices"][0]["text"]
 
 
+def grpc_serves(server: EngineServer) -> bool:
+    """What gRPC health says."""
+    with grpc.insecure_channel(server.grpc) as channel:
+        answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("victim", ["worker0", "scheduler"])
-def test_a_killed_process_costs_a_pause(server, victim):
+def test_health_follows_a_process_that_cannot_serve_and_its_clients_only_pause(server, victim, how):
+    """Health that stayed 200 while the engine was dead or hung, and requests that hung: both ways, each process."""
     expected = server.text(PROMPT, max_tokens=LENGTH)
+    probe = server.text("The capital of France is", max_tokens=8)
+    assert grpc_serves(server)
     calls = Calls(server)
     calls.begin()
-    server.services[victim].kill()
+    service = server.services[victim]
+    service.signal(how)
     wait_for(lambda: server.get("/ready").status == 503, "not ready", limit=5)
     assert server.get("/health").status == 503
+    wait_for(lambda: not grpc_serves(server), "NOT_SERVING", limit=5)
     assert server.get("/live").status == 200
-    server.services[victim].start()
+    if how == signal.SIGKILL:
+        service.wait()
+        service.start()
+    else:
+        service.signal(signal.SIGCONT)
     calls.end()
     assert calls.streamed == calls.plain == expected
-    assert server.get("/ready").status == 200
+    wait_for(lambda: server.get("/ready").status == 200, "ready again")
+    assert server.get("/health").status == 200
+    wait_for(lambda: grpc_serves(server), "SERVING")
+    assert server.text("The capital of France is", max_tokens=8) == probe
     wait_for(lambda: server.metric("signalbox_kv_blocks_used") == 0, "an empty pool")
 
 
@@ -84,16 +106,21 @@ def test_a_worker_that_is_told_to_stop_hands_over_at_once(server):
     assert calls.streamed == calls.plain == expected
 
 
-def test_a_stopped_scheduler_is_noticed_and_forgiven(server):
+def test_a_worker_is_replaced_by_a_new_one_with_no_failed_request(server):
+    """A rolling upgrade: the new one joins, then the old one is drained."""
+    expected = server.text(PROMPT, max_tokens=LENGTH)
+    fresh = server.add("worker", "worker1", server.worker_options)
+    fresh.start()
+    wait_for(lambda: server.metric("signalbox_workers_ready") == 2, "a second worker", limit=60)
     calls = Calls(server)
     calls.begin()
-    server.services["scheduler"].signal(signal.SIGSTOP)
-    wait_for(lambda: server.get("/ready").status == 503, "not ready", limit=5)
-    assert server.get("/live").status == 200
-    server.services["scheduler"].signal(signal.SIGCONT)
-    wait_for(lambda: server.get("/ready").status == 200, "ready again", limit=5)
+    server.services["worker0"].signal(signal.SIGTERM)
+    assert server.services["worker0"].wait() == 0
+    assert server.get("/ready").status == 200
     calls.end()
-    assert calls.streamed == calls.plain == server.text(PROMPT, max_tokens=LENGTH)
+    assert calls.streamed == calls.plain == expected
+    del server.services["worker0"]
+    server.services["worker0"] = server.services.pop("worker1")
 
 
 def test_a_killed_frontend_gives_its_blocks_back(server):
