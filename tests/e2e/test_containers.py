@@ -14,6 +14,7 @@ import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,3 +144,29 @@ def test_a_lost_worker_comes_back(containers: Containers) -> None:
     assert containers.ask("/live")[0] == 200
     containers.compose("start", "worker")
     wait_for(lambda: containers.ask("/ready")[0] == 200, "ready again", START_LIMIT)
+
+
+def workers_ready(containers: Containers) -> int:
+    """How many workers plans may be sent to."""
+    lines = str(containers.ask("/metrics")[1]).splitlines()
+    return int(float(next((line.split()[-1] for line in lines if line.startswith("signalbox_workers_ready ")), "0")))
+
+
+def test_a_worker_is_drained_and_replaced_with_no_failed_request(containers: Containers) -> None:
+    """A rolling upgrade: SIGTERM, exit code 0, a new start by the restart policy; answers go on on the other worker."""
+    containers.compose("up", "-d", "--no-build", "--scale", "worker=2")
+    wait_for(lambda: workers_ready(containers) == 2, "two workers", START_LIMIT)
+    body = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
+    body["model"] = "smollm2-135m-instruct"
+    expected = containers.ask("/v1/completions", body)[1]["choices"][0]["text"]
+    with ThreadPoolExecutor(4) as clients:
+        calls = [clients.submit(containers.ask, "/v1/completions", body) for _ in range(4)]
+        for index in ("1", "2"):
+            containers.compose("exec", "-T", "--index", index, "worker", "sh", "-c", "kill -TERM 1")
+            wait_for(lambda: workers_ready(containers) == 1, "it is drained", 30)
+            assert containers.ask("/ready")[0] == 200
+            wait_for(lambda: workers_ready(containers) == 2, "it is replaced", START_LIMIT)
+        for call in calls:
+            status, answer = call.result()
+            assert status == 200, answer
+            assert answer["choices"][0]["text"] == expected
