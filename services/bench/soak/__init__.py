@@ -1,0 +1,1 @@
+"""`signalbox bench soak`: clients that come, cancel and vanish at random, and what the services hold afterwards."""

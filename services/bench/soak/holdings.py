@@ -1,0 +1,72 @@
+"""What a process holds, from /proc, and what the engine holds, from /metrics."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import aiohttp
+
+from services.settings import Address
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+MAX_GROWTH = 32 * 2**20  # bytes of resident memory that one process may have gained
+GAUGES = ("signalbox_kv_blocks_used", "signalbox_requests_running", "signalbox_requests_waiting")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """memory: resident bytes. files: open file descriptors."""
+
+    memory: int
+    files: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Holdings:
+        """Of a process that lives."""
+        folder = Path(f"/proc/{pid}")
+        memory = int((folder / "statm").read_text().split()[1]) * PAGE
+        return cls(memory, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")))
+
+
+def problems(before: Mapping[str, Holdings], after: Mapping[str, Holdings]) -> list[str]:
+    """What has not returned to its start, in words."""
+    found = []
+    for name, start in before.items():
+        now = after[name]
+        if now.memory - start.memory > MAX_GROWTH:
+            found.append(f"{name} grew by {(now.memory - start.memory) / 2**20:.0f} MiB")
+        if now.files > start.files:
+            found.append(f"{name} holds {now.files} file descriptors, {start.files} at the start")
+        if now.threads > start.threads:
+            found.append(f"{name} has {now.threads} threads, {start.threads} at the start")
+    return found
+
+
+async def gauges(http: Address) -> dict[str, float]:
+    """The engine's blocks, rows and queue."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://{http}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if line and not line.startswith("#"))
+    return {name: float(values.get(name, "nan")) for name in GAUGES}
+
+
+def as_dict(holdings: Mapping[str, Holdings]) -> dict[str, dict[str, int]]:
+    """For JSON."""
+    return {name: asdict(one) for name, one in holdings.items()}
+
+
+class Deadline:
+    """So many seconds from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether they have passed."""
+        return time.monotonic() > self.end
