@@ -179,6 +179,36 @@ def chat(
     console.chat(url or console.running_server(), model, system, sampling)
 
 
+@app.command()
+def run_batch(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Requests, one a line, in OpenAI's batch form.")],
+    *,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="FILE", help="For the answers.", show_default="FILE.out.jsonl"),
+    ] = None,
+    url: Url = "",
+    model: Annotated[
+        str, typer.Option(help="Without --url: the model of the engine that is started for the run.")
+    ] = DEFAULT_MODEL,
+    at_once: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 64,
+) -> None:
+    """Answer a file of requests; a run that was broken off goes on when it is started again."""
+    import asyncio
+    from contextlib import ExitStack
+
+    from services import local_server
+    from services import run_batch as batch
+
+    out = output or file.with_name(file.name.removesuffix(".jsonl") + ".out.jsonl")
+    batch.read_lines(file)  # what is wrong with the file is told before an engine starts
+    with ExitStack() as stack:
+        if not url:
+            url = f"http://{stack.enter_context(local_server.local_server(model)).http}"
+        lines, failed = asyncio.run(batch.run(url, file, out, at_once=at_once))
+    typer.echo(f"{out}: {lines} answers, {failed} of them errors")
+
+
 @models_app.command("list")
 def list_models() -> None:
     """List the models that can be pulled, and where those are that are here."""

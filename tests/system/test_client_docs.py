@@ -1,4 +1,4 @@
-"""The Python examples of docs/clients.md and of the client run as they stand there, but for the addresses."""
+"""The Python examples of docs/clients.md and of the client run as they stand, but for addresses and the model."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def test_the_python_examples_run(engine_server, repo, capsys):
     for example in found:
         here = example.replace("http://127.0.0.1:8000", engine_server.http)
         here = here.replace("127.0.0.1:8001", engine_server.grpc)
+        here = here.replace("smollm2-135m-instruct", str(engine_server.model))
         assert here != example
         exec(compile(here, "docs/clients.md", "exec", dont_inherit=True), {"__name__": "__main__"})
         assert capsys.readouterr().out.strip()

@@ -1,0 +1,32 @@
+"""services.offline: an engine of one's own, and a list of prompts in one call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from services.local_server import LocalServerError
+from services.offline import Engine, GenerationFailed
+from tests.support.tiny_model import write_served_tiny
+
+
+def test_a_list_of_prompts_in_one_call(tmp_path: Path) -> None:
+    with Engine(str(write_served_tiny(tmp_path / "tiny")), kv_cache_memory="16MiB", threads=1) as engine:
+        prompts = ["Hello", [5, 6, 7], [{"role": "user", "content": "Hello"}], "Hello"]
+        answers = engine.generate(prompts, max_tokens=6, ignore_eos=True, n=2, seed=3, logprobs=0)
+        assert [len(choices) for choices in answers] == [2] * 4
+        for choice in [choice for choices in answers for choice in choices]:
+            assert len(choice.token_ids) == len(choice.logprobs) == 6
+            assert choice.finish_reason == "length"
+        assert answers[0] == answers[3] != answers[1]
+        assert engine.generate(["Hello"], max_tokens=6, ignore_eos=True, n=2, seed=3, logprobs=0) == [answers[0]]
+        with pytest.raises(GenerationFailed, match="prompt 1: prompt holds token id 1000000"):
+            engine.generate(["Hello", [10**6]], max_tokens=1)
+        with pytest.raises(GenerationFailed, match="not a field of GenerateRequest"):
+            engine.generate(["Hello"], max_tokenz=1)
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(LocalServerError, match=r"the engine did not start: .*nothing-here"):
+        Engine(str(tmp_path / "nothing-here"))
