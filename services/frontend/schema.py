@@ -131,6 +131,7 @@ class Body(BaseModel):
     timeout: Seconds | None = None
     deadline: Seconds | None = None
     user: str | None = None
+    session_id: str | None = None  # for routing in front of servers; changes no answer
     cache_salt: Salt | None = None
     # Checked by services/frontend/grammar.py.
     response_format: dict[str, Any] | None = None
@@ -197,6 +198,18 @@ COMMON_LACKING: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
     "documents": ([],),
     "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+    "mm_payload": ("tensors",),
+    "return_mm_kwargs": (False,),
+    "return_prompt_text": (False,),
+    "return_token_offsets": (False,),
+    "logprob_token_ids": ([],),
+    "repetition_detection": (),
+    "watermarking": (False,),
+    "truncation_side": (),
+    "stream_interval": (1,),
+    "ec_transfer_params": (),
+    "routed_experts_prompt_start": (0,),
 }
 COMPLETION_LACKING = COMMON_LACKING | {
     "messages": (),

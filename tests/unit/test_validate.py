@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from proto.checks import check
-from services.frontend.schema import CHAT_LACKING, COMPLETION_LACKING
+from services.frontend.schema import CHAT_LACKING, COMPLETION_LACKING, ChatBody, CompletionBody
 from services.frontend.validate import (
     GenerateRequest,
     Limits,
@@ -320,6 +322,10 @@ def test_refused_in_chat(fields: dict[str, Any], param: str) -> None:
         ("truncate_prompt_tokens", 5),
         ("return_token_ids", True),
         ("logits_processors", ["x"]),
+        ("watermarking", True),
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("stream_interval", 5),
+        ("logprob_token_ids", [5]),
     ],
 )
 def test_what_we_lack_is_refused_by_name(field: str, value: object) -> None:
@@ -337,6 +343,8 @@ def test_what_we_lack_is_refused_by_name(field: str, value: object) -> None:
         ("use_beam_search", False),
         ("length_penalty", 1.0),
         ("return_token_ids", False),
+        ("mm_payload", "tensors"),
+        ("session_id", "mine"),
         ("best_of", 1),
     ],
 )
@@ -386,3 +394,20 @@ def test_check_ids_names_the_first_wrong_one() -> None:
     assert check_ids([0, 299], "tokens", LIMITS) == (0, 299)
     with pytest.raises(ValidationFailed, match=r"tokens holds token id 300, which is not from 0 to 299"):
         check_ids([5, 300], "tokens", LIMITS)
+
+
+def test_the_table_beside_vllm_holds_each_field_that_we_know(repo: Path) -> None:
+    """A field of docs/vllm-compatibility.md is taken, or refused by name; and what is taken or refused stands there."""
+    text = (repo / "docs/vllm-compatibility.md").read_text().partition("## Fields")[2]
+    rows = [line.split("|")[1:4] for line in text.splitlines() if line.startswith("| `")]
+    told = {field: here for names, here, _ in rows for field in re.findall(r"`(\w+)`", names)}
+    offered = set(CompletionBody.model_fields) | set(ChatBody.model_fields)
+    for field, here in told.items():
+        assert field in offered or field in COMPLETION_LACKING or field in CHAT_LACKING, field
+        assert here.strip().startswith("refused") is (field not in offered), field
+    ours_alone = {"timeout", "deadline", "fork", "best_of"}
+    older = {"guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    assert offered - set(told) <= ours_alone | older
+    for tests in (shown for *_, shown in rows):
+        for name in tests.strip().split(", "):
+            assert list((repo / "tests").glob(f"*/{name}.py")), name
