@@ -50,8 +50,8 @@ class Options:
     others: int = 50
     every: float = 4.0
     distinct: int = 125
-    at_once: int = 16
-    max_tokens: int = 160
+    at_once: int = 12
+    max_tokens: int = 240
     workers: int = 2
 
 

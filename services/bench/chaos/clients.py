@@ -69,7 +69,7 @@ def draw_requests(seed: int, number: int, max_tokens: int) -> list[Request]:
         requests.append(
             Request(
                 number=index,
-                text=f"{rng.choice(TOPICS)}, " * rng.choice((1, 2, 8, 20)) + f"{rng.randrange(1000)}:",
+                text=f"{rng.choice(TOPICS)}, " * rng.choice((1, 2, 4, 8)) + f"{rng.randrange(1000)}:",
                 max_tokens=rng.randint(max_tokens // 2, max_tokens),
                 temperature=temperature,
                 seed=rng.randrange(2**31),
