@@ -208,7 +208,7 @@ class Campaign:
 async def run(
     options: Options, progress: Teller, watch: Callable[[Campaign], Coroutine[Any, Any, None]] | None = None
 ) -> tuple[Report, Path]:
-    """One campaign in a folder of its own, which goes when all is well; else it keeps the logs. watch: runs beside."""
+    """One campaign in a folder of its own, which keeps the logs when something is broken. watch: runs beside."""
     folder = Path(tempfile.mkdtemp(prefix="signalbox-chaos-", dir=runtime_base()))
     cast = Cast(folder, options.model, workers=options.workers, rows=options.at_once)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
@@ -226,7 +226,7 @@ async def run(
             if watcher is not None:
                 watcher.cancel()
             campaign.report.left += await cast.stop()
-    if not campaign.report.misses():
+    if not campaign.report.broken():
         shutil.rmtree(folder)
     return campaign.report, folder
 
@@ -244,6 +244,6 @@ def main(options: Options, *, json: bool) -> int:
     errors = Console(stderr=True)
     for miss in misses:
         errors.out(f"miss: {miss}", highlight=False)
-    if misses:
+    if report.broken():
         errors.out(f"the logs are in {folder}; the seed is {options.seed}", highlight=False)
     return 1 if misses else 0

@@ -43,6 +43,10 @@ class Report:
 
     def misses(self) -> list[str]:
         """What was promised and not kept; nothing when all is well."""
+        return self.broken() + self.short()
+
+    def broken(self) -> list[str]:
+        """What must never be, on any machine."""
         found = [self.error] if self.error else []
         found += [f"stream: {what}" for what in self.wrong[:10]]
         if len(self.wrong) > 10:
@@ -50,6 +54,11 @@ class Report:
         found += self.left
         if self.hung:
             found.append(f"{self.hung} clients hung")
+        return found
+
+    def short(self) -> list[str]:
+        """What was too little to show anything, or took too long."""
+        found = []
         for name, got, wanted in (
             ("streams", self.streams, self.wanted_streams),
             ("kills", self.kills, self.wanted_kills),

@@ -83,6 +83,6 @@ def main(options: Options) -> int:
         screen = Screen(lambda group: live.update(group, refresh=True))
         report, folder = asyncio.run(run(options, screen, watch=screen.watch))
     console.print(table(report))
-    for miss in report.misses():
-        console.out(f"miss: {miss}; the logs are in {folder}", highlight=False)
-    return 1 if report.misses() else 0
+    for what in report.broken():
+        console.out(f"broken: {what}; the logs are in {folder}", highlight=False)
+    return 1 if report.broken() else 0
