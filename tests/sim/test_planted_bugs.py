@@ -190,6 +190,16 @@ def an_epoch_is_not_waited_for(patch: Patch) -> None:
 
 
 @plant
+def a_lost_plan_is_waited_for(patch: Patch) -> None:
+    patch.setattr(workers, "_is_stuck", lambda *_: False)
+
+
+@plant
+def a_lost_reset_is_not_told_again(patch: Patch) -> None:
+    patch.setattr(advance, "remind", lambda state, now: [])
+
+
+@plant
 def the_reported_blocks_are_not_compared(patch: Patch) -> None:
     class Anything(dict[int, list[int]]):
         __hash__ = None  # type: ignore[assignment]
@@ -317,7 +327,11 @@ def a_finished_length_is_ignored(patch: Patch) -> None:
     patch.setattr(requests, "end", lambda *args, length=None, **more: end(*args, **more))
 
 
-FIRST = {"a_long_wait_gives_no_right": 34}  # where the search begins, for bugs that few runs show
+FIRST = {
+    "a_long_wait_gives_no_right": 34,
+    "a_lost_plan_is_waited_for": 27,
+    "a_lost_reset_is_not_told_again": 11,
+}  # where the search begins, for bugs that few runs show
 
 
 @pytest.mark.parametrize("bug", PLANTS)
