@@ -21,6 +21,7 @@ def register(app: typer.Typer) -> None:
     app.command()(trace)
     app.command()(long_prompt)
     app.command()(frontend)
+    app.command()(grammar)
     app.command()(chaos)
 
 
@@ -124,3 +125,18 @@ def chaos(
         workers=workers,
     )
     raise typer.Exit(campaign.main(options, json=json))
+
+
+def grammar(
+    *,
+    json: Json = False,
+    streams: Annotated[int, typer.Option(min=1, help="Free streams, and as many neighbours.")] = 4,
+    tokens: Annotated[int, typer.Option(min=20, help="Tokens of each.")] = 160,
+    rounds: Annotated[int, typer.Option(min=1, help="Pairs of turns.")] = 5,
+    model: Annotated[str, typer.Option(help="A name in the store, or a path.")] = DEFAULT_MODEL,
+) -> None:
+    """Time unconstrained streams beside neighbours with and without a JSON schema, in turns."""
+    from services.bench import grammar as measurement
+
+    bench = measurement.GrammarBench(streams=streams, tokens=tokens, rounds=rounds, model=model)
+    raise typer.Exit(measurement.main(bench, json=json))
