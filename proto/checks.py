@@ -6,6 +6,7 @@ scalar floats finite. Records inside a record are checked on their own before it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -145,6 +146,8 @@ def _end(r: m.End) -> None:
     check_range(r, 0, INT32_MAX, "length")
     check_range(r, -1, INT32_MAX, "stop_id")
     check_range(r, 0, r.length, "cached")
+    if not -1 <= r.queued < math.inf:
+        raise CodecError("queued", f"must be -1 or seconds, not {r.queued}")
     _check_final(r.reason)
 
 

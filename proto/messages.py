@@ -251,7 +251,8 @@ class Welcome:
 class End:
     """The one terminal event of a sequence. length: prompt and output tokens that count.
 
-    stop_id: the eos or stop id that ended it, else -1. cached: prompt tokens that were not computed.
+    stop_id: the eos or stop id that ended it, else -1. cached: prompt tokens that were not computed. queued: seconds
+    from its arrival to its first row; -1 when it had none from this scheduler.
     """
 
     sequence: int
@@ -259,6 +260,7 @@ class End:
     length: int
     stop_id: int = -1
     cached: int = 0
+    queued: float = -1.0
     message: str = ""
 
 

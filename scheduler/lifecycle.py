@@ -125,6 +125,7 @@ def _conclude(
         length=sequence.visible(len(sequence.tokens)),
         stop_id=stop_id,
         cached=sequence.cached,
+        queued=-1.0 if sequence.admitted_at is None else sequence.admitted_at - sequence.arrival,
         message=message,
     )
     state.totals.ended[reason.name.lower()] += 1

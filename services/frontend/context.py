@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from services.frontend.known_requests import KnownRequests
     from services.frontend.prometheus import FrontendMetrics
     from services.frontend.tokenizer import Tokenizer
+    from services.frontend.tracing import Tracing
     from worker.loader.config import ModelConfig
     from worker.loader.model import GenerationDefaults
 
@@ -56,6 +57,7 @@ class FrontendContext:
     engine: its `ready` turns False and `submit` refuses as UNAVAILABLE once the process drains, so the fronts
     need no flag of their own. metrics: this process's own counters and histograms (`counters()` travels to
     the scheduler with every beat). keys: of which clients must send one; None: none are asked for.
+    tracing: set when spans are wanted.
     """
 
     engine: Engine
@@ -65,4 +67,5 @@ class FrontendContext:
     metrics: FrontendMetrics
     requests: KnownRequests
     grammars: GrammarChecker
+    tracing: Tracing | None = None
     keys: ApiKeys | None = None

@@ -15,6 +15,7 @@ from services.frontend.grammar import settle_grammar
 from services.frontend.known_requests import KnownRequest
 from services.frontend.prepare import PreparedPrompt, prepare, settle_bad_words
 from services.frontend.request import GenerateRequest
+from services.frontend.tracing import ChoiceSpan, RequestSpan, trace_parent
 from services.frontend.types import Chunk, Output, RequestStream
 
 SEED_SPACE = 2**64
@@ -77,6 +78,9 @@ class Answer:
         self._timers = [context.metrics.timer(began) for _ in self._choices]
         self._known: KnownRequest | None = None
         self._streams: list[RequestStream] = []
+        self._submitted = began
+        self._spans = [ChoiceSpan() for _ in self._choices] if context.tracing is not None else []
+        self._parent = trace_parent.get()
         self._open = len(self._choices)
         self._outputs = self._play()
 
@@ -89,6 +93,7 @@ class Answer:
         name = request.request_id or f"{secrets.randbits(64):016x}"
         self._known = context.requests.open(name, request.n, request.tenant, request.cache_salt)
         self._streams = self._known.streams
+        self._submitted = time.monotonic()
         for prompt in self._prompts:
             self._streams.append(context.engine.submit(_add(context, request, prompt, name, self._began)))
         context.metrics.prompt_tokens(sum(len(prompt.ids) for prompt in self._prompts))
@@ -115,7 +120,27 @@ class Answer:
             timer.ended(FinishReason.ABORTED)  # unless it ended before
         if self._known is not None:
             self._context.requests.close(self._known)
+            self._trace(self._known.name)
             self._known = None
+
+    def _trace(self, name: str) -> None:
+        """Tell of the whole request at once; while it ran, nothing but times was noted."""
+        tracing = self._context.tracing
+        if tracing is None:
+            return
+        for span, timer in zip(self._spans, self._timers, strict=True):
+            span.count, span.first, span.last = timer.count, timer.first, timer.last
+        tracing.record(
+            RequestSpan(
+                name=name,
+                parent=self._parent,
+                began=self._began,
+                submitted=self._submitted,
+                ended=time.monotonic(),
+                prompt_tokens=sum(len(prompt.ids) for prompt in self._prompts),
+                choices=tuple(self._spans),
+            )
+        )
 
     def _play(self) -> Iterator[Output | None]:
         """Without end: None stands for nothing now."""
@@ -135,6 +160,8 @@ class Answer:
             before = _tell_stop(stream, chunk.index, choice, before)
             if output.finish_reason is not FinishReason.NONE:
                 timer.ended(output.finish_reason)
+                if self._spans:
+                    self._spans[index].note_end(chunk.end, output.finish_reason)
                 self._open -= 1
             yield output
         _tell_stop(stream, chunk.index, choice, before)

@@ -16,6 +16,7 @@ from services.frontend.context import FrontendContext
 from services.frontend.grpc_errors import CallFailed, Failure
 from services.frontend.request import GenerateRequest, ValidationFailed
 from services.frontend.tenant import tenant_of
+from services.frontend.tracing import trace_parent
 from services.frontend.types import Output, RequestRefused
 
 Call = grpc.aio.ServicerContext[Any, Any]
@@ -26,8 +27,12 @@ log = structlog.get_logger()
 
 def tenant(call: Call, context: FrontendContext) -> str:
     """Whose request it is, as a trusted gateway's metadata say; empty without --tenant-header."""
-    metadata = {key: value for key, value in call.invocation_metadata() or () if isinstance(value, str)}
-    return tenant_of(context.settings.tenant_header.lower(), metadata.get)
+    return tenant_of(context.settings.tenant_header.lower(), metadata_of(call).get)
+
+
+def metadata_of(call: Call) -> dict[str, str]:
+    """The call's metadata that are text."""
+    return {key: value for key, value in call.invocation_metadata() or () if isinstance(value, str)}
 
 
 def within_deadline(request: GenerateRequest, call: Call) -> GenerateRequest:
@@ -50,6 +55,7 @@ async def answered(
     """Around the work of one call: logs it (as info with `access_log`, else as debug), and ends it with the status of
     what goes wrong inside. Nothing inside ends the call itself. renamed: gives a bad field its name in the schema."""
     began = time.monotonic()
+    trace_parent.set(metadata_of(call).get("traceparent"))
     code = "CANCELLED"
     try:
         try:

@@ -23,6 +23,7 @@ from services.frontend.openapi import openapi
 from services.frontend.prometheus import CONTENT_TYPE
 from services.frontend.request import ValidationFailed
 from services.frontend.schema import REQUEST_ID_PATTERN, REQUEST_ID_RULE
+from services.frontend.tracing import trace_parent
 from services.frontend.types import RequestRefused
 
 VERSION = version("signalbox")
@@ -72,6 +73,7 @@ async def _middleware(request: web.Request, handler: Handler) -> web.StreamRespo
     elif given is not None:
         return Failure(status=400, message=f"x-request-id {REQUEST_ID_RULE}", param="x-request-id").response()
     began = time.monotonic()
+    trace_parent.set(request.headers.get("traceparent"))
     with structlog.contextvars.bound_contextvars(request_id=request[REQUEST_ID]):
         response = await _answer(request, handler)
         told = request.app[CONTEXT].settings.access_log and request.path not in PROBES

@@ -24,6 +24,7 @@ from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
 from services.frontend.tools import tool_format
+from services.frontend.tracing import tracing_of
 from services.models import store
 from services.run_dir import RunDir
 from services.settings import Address, FrontendSettings, ReasoningParser, SettingsError
@@ -94,6 +95,7 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
         metrics=metrics,
         requests=KnownRequests(),
         grammars=GrammarChecker(tokenizer.offload),
+        tracing=tracing_of(os.environ, model.id),
         keys=load_keys(settings, os.environ),
     )
     status_file = StatusFile(run_dir, "frontend", settings.name)
@@ -102,6 +104,8 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
     finally:
         status_file.withdraw()
         tokenizer.offload.close()
+        if context.tracing is not None:
+            context.tracing.close()
 
 
 async def _serve(context: FrontendContext, engine: EngineClient, status_file: StatusFile, stop: asyncio.Event) -> None:

@@ -61,28 +61,29 @@ ALIASES = {
 
 
 class ChoiceTimer:
-    """Measures one choice, from the client's call on. began: time.monotonic() of the call."""
+    """Measures one choice, from the client's call on. began: time.monotonic() of the call; first, last: of the first
+    and the last of `count` tokens."""
 
-    __slots__ = ("_began", "_count", "_first", "_last", "_metrics")
+    __slots__ = ("_began", "_metrics", "count", "first", "last")
 
     def __init__(self, metrics: FrontendMetrics, began: float) -> None:
         self._metrics: FrontendMetrics | None = metrics  # None once ended
         self._began = began
-        self._first = self._last = 0.0
-        self._count = 0
+        self.first = self.last = 0.0
+        self.count = 0
 
     def arrived(self, count: int) -> None:
         """`count` output tokens came from the engine; nothing is measured when there are none."""
         if count <= 0 or self._metrics is None:
             return
         now = time.monotonic()
-        if self._count:
-            self._metrics.inter_token.observe(now - self._last)
+        if self.count:
+            self._metrics.inter_token.observe(now - self.last)
         else:
-            self._first = now
+            self.first = now
             self._metrics.first_token.observe(now - self._began)
-        self._last = now
-        self._count += count
+        self.last = now
+        self.count += count
         self._metrics.generation_tokens += count
 
     def ended(self, reason: FinishReason) -> None:
@@ -92,10 +93,10 @@ class ChoiceTimer:
             return
         metrics.finished[REASONS.get(reason, "error")].inc()
         metrics.latency.observe(time.monotonic() - self._began)
-        if self._count:
-            metrics.decode_time.observe(self._last - self._first)
-        if self._count > 1:
-            metrics.per_token.observe((self._last - self._first) / (self._count - 1))
+        if self.count:
+            metrics.decode_time.observe(self.last - self.first)
+        if self.count > 1:
+            metrics.per_token.observe((self.last - self.first) / (self.count - 1))
 
 
 class FrontendMetrics(Collector):

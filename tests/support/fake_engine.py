@@ -11,6 +11,7 @@ from services.frontend.grammar import GrammarChecker
 from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
+from services.frontend.tracing import Tracing
 from services.frontend.types import Chunk, RequestRefused, TokenLogprob
 from services.settings import FrontendSettings
 from tests.support.tiny_tokenizer import tiny_served_model, tiny_tokenizer
@@ -139,6 +140,7 @@ class FakeStream:
             length=first + len(tokens) if length < 0 else length,
             stop_id=stop_id,
             cached=self.engine.cached,
+            queued=self.engine.queued,
             message="" if reason in (FinishReason.STOP, FinishReason.LENGTH) else f"ended by the script: {reason.name}",
         )
         return Chunk(index=index, first=first, tokens=tokens, logprobs=self._logprobs(tokens), end=end)
@@ -183,6 +185,7 @@ class FakeEngine:
         self.tokens_per_chunk = 1
         self.end = FinishReason.LENGTH
         self.cached = 0
+        self.queued = -1.0
         self.refuse: RequestRefused | None = None  # at submit
         self.refuse_later: RequestRefused | None = None  # when the stream is read
         self.running = Gate(self)
@@ -219,6 +222,7 @@ def fake_context(
     tokenizer: Tokenizer | None = None,
     model: ServedModel | None = None,
     settings: FrontendSettings | None = None,
+    tracing: Tracing | None = None,
 ) -> FrontendContext:
     """A context around a fake engine; by default with the tiny tokenizer and model."""
     model = model or tiny_served_model()
@@ -233,4 +237,5 @@ def fake_context(
         metrics=metrics,
         requests=KnownRequests(),
         grammars=GrammarChecker(tokenizer.offload),
+        tracing=tracing,
     )

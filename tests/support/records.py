@@ -156,6 +156,7 @@ def token_frames(draw: Any) -> m.TokenFrame:
             length=st.just(length),
             stop_id=st.integers(-1, INT32_MAX),
             cached=st.integers(0, length),
+            queued=st.floats(0, 1e6) | st.just(-1.0),
             message=st.text(max_size=9),
         )
     )
