@@ -104,6 +104,9 @@ def plan(
     parameters: Annotated[
         int | None, typer.Option(min=1, help="How many the model has, where its files do not tell.")
     ] = None,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Devices that share the model; the plan is that of each.")
+    ] = 1,
     block_size: Annotated[int, typer.Option(min=1, help="Token slots in one KV block.")] = 16,
     context: Annotated[int, typer.Option(min=1, help="Tokens that a reservation for each sequence would take.")] = 8192,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that a sequence really has.")] = 2000,
@@ -114,7 +117,7 @@ def plan(
 
     planner.main(
         model,
-        planner.Device.of(memory, utilization, memory_fraction),
+        planner.Device.of(memory, utilization, memory_fraction, tensor_parallel_size),
         planner.Formats(weights=dtype, kv=kv_dtype, parameters=parameters),
         planner.Use(block_size=block_size, context=context, tokens=tokens),
         json=json,

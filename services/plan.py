@@ -13,6 +13,7 @@ from rich.text import Text
 
 from kvpool.arithmetic import kv_bytes_per_token, num_blocks
 from services.model_facts import ModelFacts, read_facts
+from worker.parallel.split import kv_heads_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 DEFAULT_FORMAT = "bfloat16"
@@ -26,13 +27,15 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """memory: bytes of the whole device. usable: what the engine may use of it."""
+    """memory: bytes of the whole device. usable: what the engine may use of it. ranks: devices of this size that share
+    the model; the plan is that of each."""
 
     memory: int
     usable: int
+    ranks: int = 1
 
     @classmethod
-    def of(cls, memory: int, utilization: float | None, memory_fraction: float | None) -> Device:
+    def of(cls, memory: int, utilization: float | None, memory_fraction: float | None, ranks: int = 1) -> Device:
         """Either share, in parts of 1; they are two names of one limit, so that both at once are refused."""
         if utilization is not None and memory_fraction is not None:
             raise PlanError("give --utilization or --memory-fraction, not both: each is the engine's part")
@@ -43,7 +46,7 @@ class Device:
             raise PlanError(f"{name} must be more than 0 and at most 1, not {share}")
         if memory < 1:
             raise PlanError("--memory must be at least 1 byte")
-        return cls(memory=memory, usable=int(memory * Decimal(str(share))))
+        return cls(memory=memory, usable=int(memory * Decimal(str(share))), ranks=ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +81,8 @@ class Policy:
 class MemoryPlan:
     """All in bytes and tokens; what depends on the size of the weights is None where that is not known.
 
-    gain: sequences that fit with blocks on demand over those that fit with `context` tokens reserved for each.
+    kv_heads: of one device. gain: sequences that fit with blocks on demand over those that fit with `context` tokens
+    reserved for each.
     """
 
     model: ModelFacts
@@ -86,6 +90,7 @@ class MemoryPlan:
     weight_format: str
     kv_format: str
     block_size: int
+    kv_heads: int
     kv_bytes_per_token: int
     weight_bytes: int | None
     kv_bytes: int | None
@@ -100,8 +105,10 @@ def make_plan(model: ModelFacts, device: Device, formats: Formats, use: Use) -> 
     weight_format = _format("--dtype", formats.weights, model.dtype)
     wide = "float32" in (formats.weights, model.dtype) and formats.weights in ("auto", "float32")
     kv_format = _format("--kv-dtype", formats.kv, "float32" if wide else model.dtype)
-    per_token = kv_bytes_per_token(model.attention_layers, model.kv_heads, model.head_dim, BYTES[kv_format])
+    kv_heads = _kv_heads(model, device.ranks)
+    per_token = kv_bytes_per_token(model.attention_layers, kv_heads, model.head_dim, BYTES[kv_format])
     weights = _weight_bytes(model, formats, weight_format)
+    weights = None if weights is None else -(-weights // device.ranks)
     kv = None if weights is None else device.usable - weights
     if kv is not None and kv < per_token * use.block_size:
         raise PlanError(
@@ -130,6 +137,7 @@ def make_plan(model: ModelFacts, device: Device, formats: Formats, use: Use) -> 
         weight_format="as stored" if _stored(model, formats) else weight_format,
         kv_format=kv_format,
         block_size=use.block_size,
+        kv_heads=kv_heads,
         kv_bytes_per_token=per_token,
         weight_bytes=weights,
         kv_bytes=kv,
@@ -138,6 +146,16 @@ def make_plan(model: ModelFacts, device: Device, formats: Formats, use: Use) -> 
         policies=policies,
         gain=paged.sequences / base if base and paged.sequences is not None else None,
     )
+
+
+def _kv_heads(model: ModelFacts, ranks: int) -> int:
+    """Of one rank; several ranks have the same one where there are more ranks than KV heads."""
+    if model.kv_heads % ranks and ranks % model.kv_heads:
+        raise PlanError(
+            f"--tensor-parallel-size {ranks} must divide the model's {model.kv_heads} KV heads, "
+            "or be a multiple of them"
+        )
+    return kv_heads_of(model.kv_heads, ranks)
 
 
 def _format(flag: str, asked: str, named: str) -> str:
@@ -170,10 +188,12 @@ def lines(plan: MemoryPlan) -> list[Text | Table]:
             f"{model.kv_heads} KV heads of {model.head_dim}, context {model.context:,}"
         ),
         Text(
-            f"KV: 2 × {model.attention_layers} × {model.kv_heads} × {model.head_dim} × {BYTES[plan.kv_format]} "
+            f"KV: 2 × {model.attention_layers} × {plan.kv_heads} × {model.head_dim} × {BYTES[plan.kv_format]} "
             f"({plan.kv_format}) = {plan.kv_bytes_per_token:,} bytes per token"
         ),
     ]
+    if plan.device.ranks > 1:
+        shown.append(Text(f"each of {plan.device.ranks} devices has its part of the weights and of the KV heads:"))
     if model.refusal:
         shown.append(Text(f"this release does not serve it: {model.refusal}", style="yellow"))
     if model.other_layers:

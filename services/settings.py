@@ -360,6 +360,12 @@ class EngineSettings(ModelSettings, BatchSettings):
     batch_invariant: Annotated[bool, "On a GPU: results depend on a row's own tokens alone, which costs speed."] = False
     window: Annotated[int, "Plans in flight to a worker; 0: 1 on a CPU, 2 on a GPU.", Bounds(0, 4)] = 0
     threads: Annotated[int, "Threads of one worker's computation; 0: all usable cores.", NOT_NEGATIVE] = 0
+    tensor_parallel_size: Annotated[
+        int,
+        "Ranks that share one worker's model, each a process with its part; memory and threads are each one's.",
+        Bounds(1, 64),
+    ] = 1
+    tensor_parallel_across_hosts: Annotated[bool, "Allow ranks on different hosts, which is slow."] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -421,6 +427,25 @@ class SchedulerSettings(LinkSettings, BatchSettings, QueueSettings, DetectionSet
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(LinkSettings, EngineSettings):
     """What signalbox-worker can be told."""
+
+    tensor_parallel_rank: Annotated[
+        int,
+        "Which rank this process is; rank 0 is the worker, and starts the others where no address is given.",
+        NOT_NEGATIVE,
+    ] = 0
+    tensor_parallel_address: Annotated[
+        str,
+        "Where rank 0 waits for ranks that are started by hand, HOST:PORT; empty: it starts them.",
+        Metavar("HOST:PORT"),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rank, size = self.tensor_parallel_rank, self.tensor_parallel_size
+        if rank >= size:
+            raise SettingsError(f"--tensor-parallel-rank {rank} must be below --tensor-parallel-size, which is {size}")
+        if rank and not self.tensor_parallel_address:
+            raise SettingsError(f"--tensor-parallel-rank {rank} needs the --tensor-parallel-address of rank 0")
 
 
 @dataclass(frozen=True, kw_only=True)

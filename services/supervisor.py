@@ -15,13 +15,12 @@ from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from services.processes import child_environment
+from services.processes import ERROR_MARK, child_environment
 
 FIRST_BACKOFF = 0.2  # seconds before a dead child is started again; doubles with every death in a row
 LAST_BACKOFF = 10.0
 SOUND_AFTER = 30.0  # seconds of life after which earlier deaths are forgotten
 KILL_AFTER = 5.0  # seconds that a child may take to end beyond its grace time
-ERROR_MARK = "signalbox: error: "  # how services/cli.py begins the one line that ends a command
 
 
 @dataclass

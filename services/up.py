@@ -179,7 +179,9 @@ def children_of(settings: UpSettings) -> list[Child]:
     if shown is LogFormat.AUTO:
         shown = LogFormat.CONSOLE if sys.stderr.isatty() else LogFormat.JSON
     settings = dataclasses.replace(settings, log_format=shown)
-    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.workers)
+    threads = settings.threads or max(
+        1, len(os.sched_getaffinity(0)) // (settings.workers * settings.tensor_parallel_size)
+    )
     services: list[SchedulerSettings | WorkerSettings | FrontendSettings] = [
         narrowed(SchedulerSettings, settings, name="0"),
         *(narrowed(WorkerSettings, settings, name=str(number), threads=threads) for number in range(settings.workers)),

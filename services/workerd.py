@@ -25,13 +25,15 @@ from proto.messages import (
     WorkerHello,
 )
 from services.mailbox import Mailbox
+from services.processes import end_now
 from services.run_dir import RunDir
 from services.settings import SettingsError, WorkerSettings
 from services.status_file import StatusFile
 from services.stop_signal import StopSignal
 from services.transport import LAST_WORDS, Dealer, Links, connected_links, ipc_links, milliseconds, new_identity
 from services.worker_control import Beat, ControlThread
-from worker.errors import ConfigError, PlanError
+from worker.config import WorkerConfig
+from worker.errors import ConfigError, PlanError, RanksLost
 
 GRAMMAR_SECONDS = 30.0  # from a row's Join until its grammar must be ready; else its request ends with an error
 
@@ -180,6 +182,8 @@ class WorkerService:
         except PlanError as error:
             self._fault(f"plan {header.number}: {error}")
             return
+        except RanksLost as error:  # to the scheduler, the death of a worker
+            end_now(str(error))
         except Exception as error:  # whatever it is, the scheduler must know that the plan has no result
             log.exception("plan failed", plan=header.number)
             self._fault(f"plan {header.number}: {type(error).__name__}: {error}", executing=True)
@@ -264,27 +268,45 @@ class WorkerService:
 
 def load(settings: WorkerSettings) -> PlanRunner:
     """Load the model. SettingsError, ModelError and StoreError are for people."""
-    from services.models import store
-    from worker.config import WorkerConfig
+    from services import ranks
     from worker.load import load_runner
 
     try:
-        config = WorkerConfig(
-            model=store.resolve(settings.model),
-            device=settings.device.value,
-            dtype=settings.dtype.value,
-            kv_dtype=settings.kv_dtype.value,
-            quantization=settings.quantization.value,
-            block_size=settings.block_size,
-            kv_cache_memory=settings.kv_cache_memory,
-            max_rows=settings.max_num_seqs,
-            max_step_tokens=settings.max_num_batched_tokens,
-            threads=settings.threads,
-            window=settings.window,
-        )
-        return load_runner(config)
+        config = config_of(settings)
+        return load_runner(config) if config.tensor_parallel_size == 1 else ranks.lead(settings, config)
     except ConfigError as error:
         raise SettingsError(str(error)) from error
+
+
+def follow(settings: WorkerSettings) -> int:
+    """Serve rank 0, until it is gone. SettingsError, ModelError and StoreError are for people."""
+    from services import ranks
+
+    try:
+        return ranks.follow(settings, config_of(settings))
+    except ConfigError as error:
+        raise SettingsError(str(error)) from error
+
+
+def config_of(settings: WorkerSettings) -> WorkerConfig:
+    """What the worker package is told. ConfigError and StoreError are for people."""
+    from services.models import store
+
+    return WorkerConfig(
+        model=store.resolve(settings.model),
+        device=settings.device.value,
+        dtype=settings.dtype.value,
+        kv_dtype=settings.kv_dtype.value,
+        quantization=settings.quantization.value,
+        block_size=settings.block_size,
+        kv_cache_memory=settings.kv_cache_memory,
+        max_rows=settings.max_num_seqs,
+        max_step_tokens=settings.max_num_batched_tokens,
+        threads=settings.threads,
+        window=settings.window,
+        tensor_parallel_size=settings.tensor_parallel_size,
+        tensor_parallel_across_hosts=settings.tensor_parallel_across_hosts,
+    )
 
 
 def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) -> None:
@@ -305,6 +327,8 @@ def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) ->
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM. Returns the exit code; SettingsError when the scheduler sends this worker away."""
     run_dir = RunDir.prepare(settings.run_dir)
+    if settings.tensor_parallel_rank:
+        return follow(settings)
     links = connected_links(settings, run_dir)
     with StopSignal() as stop:
         status_file = StatusFile(run_dir, "worker", settings.name)

@@ -52,6 +52,10 @@ class WorkerConfig:
     """Threads that compute; 0: one for each usable core."""
     window: int = 0
     """Plans that may be in flight to this worker; 0: 1 on a CPU."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the model (worker/parallel); memory and threads are those of each."""
+    tensor_parallel_across_hosts: bool = False
+    """Ranks may be on different hosts."""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -77,6 +81,13 @@ class WorkerConfig:
         for name, option in (("max_rows", "max-num-seqs"), ("max_step_tokens", "max-num-batched-tokens")):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{option} must be at least 1, is {getattr(self, name)}")
+        if self.tensor_parallel_size < 1:
+            raise ConfigError(f"--tensor-parallel-size must be at least 1, is {self.tensor_parallel_size}")
+        if self.tensor_parallel_size > 1 and self.device == "cuda":
+            raise ConfigError(
+                f"--tensor-parallel-size {self.tensor_parallel_size} is for CPUs in this version: the GPU engine has "
+                "one rank; use --device cpu, or several --workers"
+            )
         for name in ("threads", "window"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"--{name} must be at least 0, is {getattr(self, name)}")
@@ -96,7 +107,7 @@ class WorkerConfig:
     @property
     def resolved_threads(self) -> int:
         """Threads that compute, at least 1."""
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or max(1, len(os.sched_getaffinity(0)) // self.tensor_parallel_size)
 
     @property
     def resolved_window(self) -> int:

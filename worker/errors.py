@@ -13,3 +13,7 @@ class PlanError(ValueError):
 
 class UnimplementedError(PlanError):
     """A plan uses what the protocol reserves for later."""
+
+
+class RanksLost(RuntimeError):
+    """A rank of the group is gone or out of step. Nothing can be computed any more: the process must end."""

@@ -45,17 +45,24 @@ class RowInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepInputs(RowInputs):
-    """A forward pass over T packed tokens, then sampling.
+class ForwardInputs:
+    """A forward pass over T packed tokens. offsets, lengths: as those of RowInputs.
 
     token_ids[T], positions[T], slots[T]: id, position, and KV slot (block · block_size + offset) that is written.
     tables[A, max_table]: block tables, filled up with the null block.
     """
 
+    offsets: Int32
+    lengths: Int32
     token_ids: Int32
     positions: Int32
     slots: Int32
     tables: Int32
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepInputs(RowInputs, ForwardInputs):
+    """A forward pass, then sampling."""
 
 
 def build_rows(batch: Batch, rows: Int32, starts: Int32, counts: Int32, *, adjustments: bool) -> RowInputs:

@@ -83,6 +83,7 @@ class BaseRunner:
         facts = (
             self.files.fingerprint,
             engine,
+            config.tensor_parallel_size,
             config.dtype,
             config.quantization,
             self.device.kv_dtype,

@@ -100,6 +100,16 @@ def test_formats_change_weights_and_keys_apart(tmp_path):
     assert plan.tokens == (72 * GB - 8_030_261_248) // (32 * 65_536) * 32
 
 
+@pytest.mark.parametrize(("ranks", "kv_heads"), [(4, 2), (8, 1), (16, 1)])
+def test_ranks_share_weights_and_kv_heads(tmp_path, ranks, kv_heads):
+    facts, device = read_facts(write(tmp_path, LLAMA_31_8B)), Device.of(80 * GB, None, None, ranks)
+    plan = make_plan(facts, device, Formats(), Use())
+    assert plan.weight_bytes == 2 * 8_030_261_248 // ranks
+    assert plan.kv_bytes_per_token == 131_072 * kv_heads // 8
+    with pytest.raises(PlanError, match="--tensor-parallel-size 3 must divide the model's 8 KV heads"):
+        make_plan(facts, Device.of(80 * GB, None, None, 3), Formats(), Use())
+
+
 def test_stored_weights_count_as_they_are(tmp_path):
     model = write(tmp_path, LLAMA_31_8B)
     index = {"metadata": {"total_size": 5 * GB}, "weight_map": {}}

@@ -1,6 +1,7 @@
 """`signalbox up`: what it checks before it starts, its run folder, and what it says."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shlex
@@ -83,7 +84,7 @@ def test_children_get_their_part_of_the_settings(tmp_path: Path) -> None:
     settings = UpSettings(run_dir=tmp_path, workers=2, model="/m", max_num_seqs=7)
     children = up.children_of(settings)
     assert [str(child) for child in children] == ["scheduler 0", "worker 0", "worker 1", "frontend 0"]
-    told = dict(zip(children[1].arguments[::2], children[1].arguments[1::2], strict=True))
+    told = dict(itertools.pairwise(children[1].arguments))
     assert told["--max-num-seqs"] == "7"
     assert told["--model"] == "/m"
     assert int(told["--threads"]) == max(1, len(os.sched_getaffinity(0)) // 2)

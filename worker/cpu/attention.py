@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from worker.inputs import StepInputs
+from worker.inputs import ForwardInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Layout:
     dtype: torch.dtype
 
 
-def plan_attention(inputs: StepInputs, layout: Layout) -> list[Group]:
+def plan_attention(inputs: ForwardInputs, layout: Layout) -> list[Group]:
     """What every layer of a step shares."""
     counts, window = np.diff(inputs.offsets), layout.window
     first_keys = np.maximum(inputs.lengths - counts - (window - 1), 0) if window else np.zeros_like(counts)
@@ -82,7 +82,7 @@ def _like_sized(counts: NDArray[np.int32], keys: NDArray[np.int32]) -> Iterator[
 
 
 def _group(
-    inputs: StepInputs,
+    inputs: ForwardInputs,
     rows: NDArray[np.intp],
     counts: NDArray[np.int32],
     first_keys: NDArray[np.int32],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -15,28 +16,33 @@ from worker.cpu.attention import Layout, attend, plan_attention
 from worker.cpu.cache import KVCache
 from worker.errors import ConfigError
 from worker.executor import Scores, StepOutputs
-from worker.inputs import ScoreInputs, StepInputs
+from worker.inputs import ForwardInputs, StepInputs
 from worker.loader.config import ModelConfig
 from worker.loader.model import ModelFiles
 from worker.models.llama import decode, logits, rope_table
 from worker.models.weights import DecoderWeights, load_weights
+from worker.parallel.group import ALONE, Group
+from worker.parallel.orders import StepOrder
 from worker.ranking import CHUNK, score
 from worker.sampler import sample
 from worker.sampling import NO_TOKEN
 
 
 class CpuExecutor:
-    """Fills worker.executor.Executor."""
+    """Fills worker.executor.Executor; with config and weights of one rank, also worker.parallel.ranks.RankExecutor."""
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, cache: KVCache, layout: Layout) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, cache: KVCache, layout: Layout, group: Group = ALONE
+    ) -> None:
         self.config = config
-        self.weights = weights
+        self.group = group
+        self.weights = weights if group.rank == 0 else weights.without_sum_biases()
         self.cache = cache
         self.layout = layout
         self.rope = rope_table(config, min(config.max_position_embeddings, cache.null_slot))
 
     @classmethod
-    def load(cls, config: WorkerConfig, files: ModelFiles) -> CpuExecutor:
+    def load(cls, config: WorkerConfig, files: ModelFiles, group: Group = ALONE) -> CpuExecutor:
         """Reads the weights and sets torch's number of threads, which is one for the process. ConfigError for what
         only the native engine serves."""
         if config.kv_dtype not in ("auto", config.resolved_dtype):
@@ -56,7 +62,7 @@ class CpuExecutor:
             dtype=dtype,
         )
         cache = KVCache(model, num_blocks=num_blocks, block_size=config.block_size, dtype=dtype)
-        return cls(model, load_weights(model, files.tensors, dtype), cache, layout)
+        return cls(model, load_weights(model, files.tensors, dtype), cache, layout, group)
 
     @property
     def device(self) -> str:
@@ -81,16 +87,28 @@ class CpuExecutor:
         """One forward pass, then sampling."""
         with torch.inference_mode():
             hidden = self._forward(inputs)
-            logits_SV = logits(self.weights, hidden[torch.from_numpy(inputs.sample.tokens)])
+            logits_SV = self._logits(hidden, inputs.sample.tokens)
             tokens = sample(logits_SV, inputs.sample)
             return StepOutputs(
                 finite=_finite(inputs, hidden, logits_SV, tokens),
                 tokens=tokens,
                 sampled=_score_sampled(logits_SV, tokens, inputs.sample.tops),
-                prompt=self._score_prompt(hidden, inputs.score),
+                prompt=self._score_prompt(hidden, inputs),
             )
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
+    def follow(self, order: StepOrder) -> None:
+        """What `run` computes together with rank 0."""
+        with torch.inference_mode():
+            hidden = self._forward(order)
+            self._logits(hidden, order.sampled)
+            for part in self._parts(len(order.scored)):
+                self._logits(hidden, order.scored[part])
+
+    def _logits(self, hidden: Tensor, tokens: Int32) -> Tensor:
+        """float32 [len(tokens), vocabulary], on rank 0."""
+        return self.group.gather_logits(logits(self.weights, hidden[torch.from_numpy(tokens)]), self.config.vocab_size)
+
+    def _forward(self, inputs: ForwardInputs) -> Tensor:
         """Writes the step's KV; hidden states of all its tokens, [T, H]."""
         groups = plan_attention(inputs, self.layout)
         slots = torch.from_numpy(inputs.slots).long()
@@ -102,19 +120,23 @@ class CpuExecutor:
             return attend(groups, keys, values, q_TND)
 
         ids, positions = torch.from_numpy(inputs.token_ids), torch.from_numpy(inputs.positions)
-        return decode(self.config, self.weights, self.rope, ids, positions, write_and_attend)
+        return decode(self.config, self.weights, self.rope, ids, positions, write_and_attend, self.group)
 
-    def _score_prompt(self, hidden: Tensor, inputs: ScoreInputs) -> Scores | None:
-        """A few positions at a time, so that their logits never take much memory."""
-        if not len(inputs.tokens):
-            return None
+    def _parts(self, count: int) -> Iterator[slice]:
+        """A few prompt positions at a time, so that their logits never take much memory."""
         step = max(CHUNK // self.config.vocab_size, 1)
+        for at in range(0, count, step):
+            yield slice(at, at + step)
+
+    def _score_prompt(self, hidden: Tensor, inputs: StepInputs) -> Scores | None:
+        wanted = inputs.score
+        if not len(wanted.tokens):
+            return None
         parts = []
-        for at in range(0, len(inputs.tokens), step):
-            part = slice(at, at + step)
-            logits_NV = logits(self.weights, hidden[torch.from_numpy(inputs.tokens[part])])
-            targets = torch.from_numpy(inputs.targets[part]).long()
-            parts.append(score(logits_NV, targets, int(inputs.tops.max())))
+        for part in self._parts(len(wanted.tokens)):
+            logits_NV = self._logits(hidden, wanted.tokens[part])
+            targets = torch.from_numpy(wanted.targets[part]).long()
+            parts.append(score(logits_NV, targets, int(wanted.tops.max())))
         names = [field.name for field in dataclasses.fields(Scores)]
         return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 

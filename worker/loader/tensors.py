@@ -16,7 +16,7 @@ In a block of nibbles the low halves are values 0-15 and the high halves are val
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +48,47 @@ class TensorEntry:
     offset: int
     """First byte in the file."""
     nbytes: int
+    """From the first byte to the last in the file."""
     dtype: str
     """A key of UNITS."""
     shape: tuple[int, ...]
     permute_heads: int | None = None
     """Set when the file holds each of this many heads' rows as (0, d/2, 1, d/2 + 1, ...), as GGUF files of the
     Llama architecture hold q and k; `rows` gives them as (0, 1, 2, ...)."""
+    columns: tuple[int, int] | None = None
+    """Set when this is a part of each stored row: its bytes from, and before."""
+
+    @property
+    def is_plain(self) -> bool:
+        """The file holds the rows one after another, in Hugging Face order."""
+        return self.permute_heads is None and self.columns is None
+
+    def row_part(self, start: int, stop: int) -> TensorEntry:
+        """Rows [start, stop); whole heads where `permute_heads` is set."""
+        heads, count, size = self.permute_heads, stop - start, self.nbytes // self.shape[0]
+        if heads is not None:
+            assert not start * heads % self.shape[0], "a part begins within a head"
+            assert not count * heads % self.shape[0], "a part ends within a head"
+            heads = heads * count // self.shape[0]
+        return replace(
+            self,
+            offset=self.offset + start * size,
+            nbytes=count * size,
+            shape=(count, *self.shape[1:]),
+            permute_heads=heads,
+        )
+
+    def column_part(self, start: int, stop: int) -> TensorEntry:
+        """Columns [start, stop) of a matrix; ModelError where a border cuts a block of a quantised format."""
+        values, size = UNITS[self.dtype]
+        if start % values or stop % values:
+            raise ModelError(
+                f"{self.file}: {self.name} of type {self.dtype} is stored in blocks of {values} columns and cannot "
+                f"be cut at {start} and {stop}: use another --tensor-parallel-size or another file"
+            )
+        return replace(
+            self, shape=(self.shape[0], stop - start), columns=(start // values * size, stop // values * size)
+        )
 
     def raw(self) -> NDArray[np.uint8]:
         """The bytes as stored: uint8 [nbytes], a map of the file. Writes go to private pages, never to the file."""
@@ -65,6 +100,8 @@ class TensorEntry:
         A vector has one value per row. A map of the file unless `permute_heads` is set, a copy then.
         """
         rows = self.raw().reshape(self.shape[0], -1)
+        if self.columns is not None:
+            rows = rows[:, slice(*self.columns)]
         if self.permute_heads is None:
             return rows
         pairs = rows.reshape(self.permute_heads, -1, 2, rows.shape[1])
@@ -83,7 +120,7 @@ def stored_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
 
 def as_float32(entry: TensorEntry) -> NDArray[np.float32]:
     """float32 [shape]: a map of the file where it holds just that, else as `dequantize`."""
-    if entry.dtype == "F32" and entry.permute_heads is None and entry.offset % 4 == 0:
+    if entry.dtype == "F32" and entry.is_plain and entry.offset % 4 == 0:
         return entry.raw().view(np.float32).reshape(entry.shape)
     return dequantize(entry)
 

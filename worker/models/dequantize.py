@@ -15,7 +15,7 @@ from worker.loader.tensors import UNITS, TensorEntry, as_float32, dequantize
 
 def read(entry: TensorEntry, dtype: torch.dtype) -> Tensor:
     """The tensor's values: [shape]. A map of the file where it holds just that, else a copy."""
-    if entry.permute_heads is None and entry.offset % 4 == 0:
+    if entry.is_plain and entry.offset % 4 == 0:
         if entry.dtype == "F32" and dtype == torch.float32:
             return torch.from_numpy(as_float32(entry))
         if entry.dtype == "BF16" and dtype == torch.bfloat16:

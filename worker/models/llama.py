@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from worker.loader.config import ModelConfig
 from worker.models.weights import DecoderWeights, LayerWeights
+from worker.parallel.group import ALONE, Group
 
 
 class Attend(Protocol):
@@ -41,20 +42,26 @@ def rope_table(config: ModelConfig, num_positions: int) -> RopeTable:
 
 
 def decode(
-    config: ModelConfig, weights: DecoderWeights, rope: RopeTable, ids_T: Tensor, positions_T: Tensor, attend: Attend
+    config: ModelConfig,
+    weights: DecoderWeights,
+    rope: RopeTable,
+    ids_T: Tensor,
+    positions_T: Tensor,
+    attend: Attend,
+    group: Group = ALONE,
 ) -> Tensor:
-    """Hidden states after the last norm, [T, H]."""
+    """Hidden states after the last norm, [T, H]. Config and weights are those of the rank."""
     cos, sin = rope.cos[positions_T].unsqueeze(1), rope.sin[positions_T].unsqueeze(1)
-    hidden = F.embedding(ids_T, weights.embedding)
+    hidden = group.embed(ids_T, weights.embedding, config.vocab_size)
     for index, layer in enumerate(weights.layers):
         normed = _norm(config, hidden, layer.attention_norm)
-        hidden = hidden + _attention(config, layer, index, normed, cos, sin, attend)
-        hidden = hidden + _mlp(layer, _norm(config, hidden, layer.mlp_norm))
+        hidden = hidden + group.sum(_attention(config, layer, index, normed, cos, sin, attend))
+        hidden = hidden + group.sum(_mlp(layer, _norm(config, hidden, layer.mlp_norm)))
     return _norm(config, hidden, weights.norm)
 
 
 def logits(weights: DecoderWeights, hidden: Tensor) -> Tensor:
-    """float32 [rows of hidden, vocabulary]."""
+    """float32 [rows of hidden, the rank's part of the vocabulary]."""
     return F.linear(hidden, weights.lm_head).float()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,11 @@ class DecoderWeights:
     layers: tuple[LayerWeights, ...]
     norm: Tensor
     lm_head: Tensor
+
+    def without_sum_biases(self) -> DecoderWeights:
+        """For the ranks of a group but the first: what is added after a sum over all ranks is added once."""
+        layers = tuple(replace(layer, out_bias=None, down_bias=None) for layer in self.layers)
+        return replace(self, layers=layers)
 
 
 def stay(tensor: Tensor) -> Tensor:
