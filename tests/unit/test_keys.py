@@ -30,6 +30,7 @@ from services.transport import (
     link_events,
     tcp_links,
 )
+from tests.support.chunks import chunks_of
 from tests.support.threads import SimRunner, scheduler_thread, worker_thread
 
 WAIT = 5000  # milliseconds
@@ -110,7 +111,7 @@ async def test_services_with_keys_serve_a_request_over_tcp(tmp_path, keys, servi
                 Add(request_id="r", prompt_ids=prompt, params=params, max_length=40, sequences=(start,))
             )
             async with asyncio.timeout(20):
-                chunks = [chunk async for chunk in stream]
+                chunks = [chunk async for chunk in chunks_of(stream)]
         finally:
             await client.stop()
     tokens = [token for chunk in chunks for token in chunk.tokens]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -182,13 +181,19 @@ def test_nan_in_one_row_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert good.output == alone.output
 
 
-def test_packed_weights_are_kept_and_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own, in which weights of any size are kept; the library stays the one that is built."""
+    monkeypatch.setattr(build, "PREBUILT", build.library().parents[2])
     monkeypatch.setenv("SIGNALBOX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("CXX", os.environ.get("CXX", "g++"))
     monkeypatch.setattr(packing, "KEPT_FROM", 0)
+    return tmp_path / "cache"
+
+
+def test_packed_weights_are_kept_and_mapped(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = stored(tmp_path, "Q4_1")
     first = everything(load("native", model, monkeypatch))
-    (file,) = (tmp_path / "cache" / "packed").glob("*.bin")
+    (file,) = (cache / "packed").glob("*.bin")
     written = file.stat().st_mtime_ns
     assert everything(load("native", model, monkeypatch))[3].logprobs == first[3].logprobs
     assert file.stat().st_mtime_ns == written
@@ -215,10 +220,7 @@ def test_the_engine_is_named_and_chosen(tmp_path: Path, monkeypatch: pytest.Monk
         load("fast", model, monkeypatch)
 
 
-def test_a_folder_is_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIGNALBOX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "PREBUILT", build.library().parents[2])
-    monkeypatch.setattr(packing, "KEPT_FROM", 0)
+def test_a_folder_is_quantised_at_load(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = checkpoint(tmp_path / "model", "qwen2", hidden_size=96, head_dim=16, intermediate_size=160)
 
     def values(**settings: Any) -> list[float]:
@@ -227,7 +229,7 @@ def test_a_folder_is_quantised_at_load(tmp_path: Path, monkeypatch: pytest.Monke
 
     plain, quantised = values(), values(quantization="q8_0")
     assert abs(np.mean(quantised) / np.mean(plain) - 1) < 0.005
-    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache" / "packed").glob("*.bin")}
+    files = {file: file.stat().st_mtime_ns for file in (cache / "packed").glob("*.bin")}
     assert len(files) == 2
     assert values(quantization="q8_0") == quantised
     assert {file: file.stat().st_mtime_ns for file in files} == files
