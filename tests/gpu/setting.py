@@ -4,6 +4,7 @@ Triton's interpreter, on tiny shapes: its figures mean nothing then.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -111,6 +112,7 @@ class Setting:
     ) -> PipelinedRunner:
         """An engine on random weights. KV is random too, so that attention over it is a fair one."""
         model, weights = self.model(name)
+        gc.collect()  # the engine before
         if self.dry:
             max_rows, max_tokens = 4, 24
         config = WorkerConfig(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import structlog
 import torch
 from torch import Tensor
@@ -146,6 +148,7 @@ def measure(maker: EngineMaker, *, memory: int) -> MemoryPlan:
     peak = torch.cuda.max_memory_allocated(device) - weights - pool
     graphs = trial.buckets.count * GRAPH_BYTES + peak - static if maker.capture else 0
     del trial
+    gc.collect()  # an engine and its graphs know each other
     torch.cuda.empty_cache()
     return plan_memory(
         memory=memory,
