@@ -33,7 +33,7 @@ from rich.table import Table
 
 from proto.messages import Int32, int32
 from services import status
-from services.bench.frontend_load import Arrivals, Load, serve
+from services.bench.frontend_load import Answered, Arrivals, Load, serve
 from services.bench.frontend_scheduler import FakeScheduler, Unanswered, clock
 from services.frontend.tokenizer import Tokenizer
 from services.models import store
@@ -85,7 +85,7 @@ class FrontendBench:
 class Measured:
     """One turn of one side. full: tokens per second of CPU, and by the clock. paced: milliseconds of added latency, of
     them the longest while all streams began, and the share of the CPU that it took. merged: tokens of the paced stretch
-    that shared an event with another."""
+    that shared an event with another. health: the longest that `/health` took in both stretches."""
 
     side: str
     tokens_per_cpu_second: float
@@ -94,6 +94,7 @@ class Measured:
     p50_ms: float
     p99_ms: float
     max_ms: float
+    health_ms: float
     paced_cpu: float
     merged: float
 
@@ -166,13 +167,13 @@ class Generator:
             raise BenchError("the load generator ended")
         return self._pipe.poll()
 
-    def result(self) -> Sequence[Arrivals]:
+    def result(self) -> Answered:
         """What arrived; BenchError when a stream failed."""
-        arrivals: Sequence[Arrivals] = self._pipe.recv()
-        for one in arrivals:
+        answered: Answered = self._pipe.recv()
+        for one in answered.arrivals:
             if one.error:
                 raise BenchError(f"a stream failed: {one.error}")
-        return arrivals
+        return answered
 
     def close(self) -> None:
         """End it."""
@@ -211,15 +212,15 @@ def spaced_words(tokenizer: Tokenizer) -> Int32:
 def measure(side: Side, generator: Generator, bench: FrontendBench) -> Measured:
     """Both stretches of one turn."""
     begin_cpu = side.cpu()
-    took, _ = _stretch(side, generator, bench, None)
+    took, full = _stretch(side, generator, bench, None)
     tokens = bench.streams * bench.tokens
     cpu = side.cpu() - begin_cpu
     rate = tokens / cpu
     interval = bench.streams / (GOAL_TOKENS / 2)
     begin_cpu = side.cpu()
-    paced_took, arrivals = _stretch(side, generator, bench, interval)
+    paced_took, paced = _stretch(side, generator, bench, interval)
     paced_cpu = side.cpu() - begin_cpu
-    latencies = 1e3 * np.array([_latencies(one, side.scheduler.sent) for one in arrivals])
+    latencies = 1e3 * np.array([_latencies(one, side.scheduler.sent) for one in paced.arrivals])
     begin, steady = latencies[:, :BEGIN], latencies[:, BEGIN:]
     p50, p99 = np.percentile(steady, (50, 99))
     return Measured(
@@ -230,14 +231,13 @@ def measure(side: Side, generator: Generator, bench: FrontendBench) -> Measured:
         p50_ms=float(p50),
         p99_ms=float(p99),
         max_ms=float(steady.max()),
+        health_ms=1e3 * max([*full.health, *paced.health]),
         paced_cpu=paced_cpu / paced_took,
-        merged=1 - sum(one.events for one in arrivals) / tokens,
+        merged=1 - sum(one.events for one in paced.arrivals) / tokens,
     )
 
 
-def _stretch(
-    side: Side, generator: Generator, bench: FrontendBench, interval: float | None
-) -> tuple[float, Sequence[Arrivals]]:
+def _stretch(side: Side, generator: Generator, bench: FrontendBench, interval: float | None) -> tuple[float, Answered]:
     """All streams from the request to the end; steps follow each other at `interval`, or as they are taken.
 
     Returns the seconds that they took by the clock, and what arrived.
@@ -293,12 +293,23 @@ def main(bench: FrontendBench, *, json: bool) -> int:
 
 def _print(results: Sequence[Measured], bench: FrontendBench, rate: float, p99: float) -> None:
     table = Table(title=f"{bench.streams} streams of {bench.tokens} tokens, {bench.api}, every event its own token")
-    titles = ("side", "tokens / CPU second", "tokens / s", "begin ms", "p50 ms", "p99 ms", "max ms", "CPU", "merged")
+    titles = (
+        "side",
+        "tokens / CPU second",
+        "tokens / s",
+        "begin ms",
+        "p50 ms",
+        "p99 ms",
+        "max ms",
+        "health ms",
+        "CPU",
+        "merged",
+    )
     for name in titles:
         table.add_column(name, justify="left" if name == "side" else "right")
     for one in results:
         numbers = (one.tokens_per_cpu_second, one.tokens_per_second)
-        times = (one.begin_ms, one.p50_ms, one.p99_ms, one.max_ms)
+        times = (one.begin_ms, one.p50_ms, one.p99_ms, one.max_ms, one.health_ms)
         shares = (one.paced_cpu, one.merged)
         cells = [f"{n:,.0f}" for n in numbers] + [f"{t:.1f}" for t in times] + [f"{s:.0%}" for s in shares]
         table.add_row(one.side, *cells)

@@ -19,6 +19,7 @@ clock = time.monotonic
 
 EVENT_END = b"\n\n"
 STREAM_LIMIT = 60.0  # seconds
+PROBE_INTERVAL = 0.1  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,15 @@ class Stream(asyncio.Protocol):
             self._ended.set_result(None)
 
 
-async def run_streams(load: Load, total: Any) -> Sequence[Arrivals]:
+@dataclass(frozen=True)
+class Answered:
+    """What came of a load. health: seconds that `/health` took, asked again and again meanwhile."""
+
+    arrivals: Sequence[Arrivals]
+    health: Sequence[float]
+
+
+async def run_streams(load: Load, total: Any) -> Answered:
     """All streams to their end."""
     loop = asyncio.get_running_loop()
     host, _, port = load.address.rpartition(":")
@@ -105,9 +114,31 @@ async def run_streams(load: Load, total: Any) -> Sequence[Arrivals]:
         await loop.create_connection(lambda made=stream: made, host, int(port))  # type: ignore[misc]
         streams.append(stream)
         ends.append(ended)
-    async with asyncio.timeout(STREAM_LIMIT):
-        await asyncio.gather(*ends)
-    return [stream.arrivals for stream in streams]
+    health: list[float] = []
+    probes = asyncio.create_task(_probe(load.address, health))
+    try:
+        async with asyncio.timeout(STREAM_LIMIT):
+            await asyncio.gather(*ends)
+    finally:
+        probes.cancel()
+    if probes.done():
+        probes.result()  # it ends only by an error
+    return Answered([stream.arrivals for stream in streams], health)
+
+
+async def _probe(address: str, health: list[float]) -> None:
+    """Ask for /health, a connection each time, until cancelled. Raises ConnectionError when it says no."""
+    host, _, port = address.rpartition(":")
+    while True:
+        began = clock()
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"GET /health HTTP/1.1\r\nhost: {address}\r\nconnection: close\r\n\r\n".encode())
+        answer = await reader.read()
+        writer.close()
+        health.append(clock() - began)
+        if not answer.startswith(b"HTTP/1.1 200"):
+            raise ConnectionError(f"/health says {answer[:40]!r}")
+        await asyncio.sleep(PROBE_INTERVAL)
 
 
 def serve(pipe: Connection, total: Any) -> None:

@@ -18,6 +18,7 @@ def test_every_token_is_streamed(tmp_path: Path, api: str) -> None:
         measured = measure(side, generator, bench)  # raises when a stream fails or lacks a token
     assert measured.side == "this"
     assert measured.p50_ms > 0
+    assert measured.health_ms > 0  # it was asked while the streams ran, and always said 200
 
 
 def test_what_cannot_be_measured_is_told(tmp_path: Path) -> None:
