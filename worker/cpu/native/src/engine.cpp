@@ -72,7 +72,7 @@ class Engine {
   int pieces(const Op& op, int tokens) const {
     switch (op.kind) {
       case LINEAR:
-        return std::min(num_panels(op.n), PIECES * model_.threads);
+        return std::min(num_pairs(op.n), PIECES * model_.threads);
       case ATTENTION:
         return static_cast<int>(items_.size());
       case GATE:
@@ -81,6 +81,9 @@ class Engine {
         return tokens;
     }
   }
+
+  // Pieces of a linear map are cut between pairs of panels, which the float kernels take together.
+  static int num_pairs(int rows) { return (num_panels(rows) + 1) / 2; }
 
   static int gate_pieces(const Op& op) { return (op.k + GATE_COLUMNS - 1) / GATE_COLUMNS; }
 
@@ -145,9 +148,11 @@ class Engine {
   }
 
   void linear(const Op& op, int tokens, Work& work) {
-    const int64_t panels = num_panels(op.n), parts = pieces(op, tokens);
+    const int panels = num_panels(op.n), parts = pieces(op, tokens);
+    const int64_t pairs = num_pairs(op.n);
     work.share([&](int i) {
-      const int first = static_cast<int>(panels * i / parts), last = static_cast<int>(panels * (i + 1) / parts);
+      const int first = static_cast<int>(pairs * i / parts * 2);
+      const int last = std::min(static_cast<int>(pairs * (i + 1) / parts * 2), panels);
       if (is_quantised(op.format)) {
         linear_quantised(op, model_.activations, tokens, first, last);
       } else {

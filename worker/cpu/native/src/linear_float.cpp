@@ -9,10 +9,12 @@ namespace signalbox {
 
 namespace {
 
-// Tokens of one register tile: their sums take 12 of 16, or of AVX-512's 32 registers.
-constexpr int TILE = 12 / HALVES;
+// Tokens of one register tile, and panels beside each other in it: their sums take 12 of 16, or of AVX-512's 32 registers
+// 24, so that a broadcast value of the input serves two multiply-adds.
+constexpr int TILE = HALVES == 1 ? 12 : 6;
+constexpr int PANELS = HALVES == 1 ? 2 : 1;
 // Columns whose weights (16 KB) stay in the first cache while all tokens of a block pass by.
-constexpr int COLUMNS = 256;
+constexpr int COLUMNS = 256 / PANELS;
 // Tokens of a block: their activations stay in the second cache.
 constexpr int TOKENS = 96;
 
@@ -24,38 +26,46 @@ inline Floats load_column(const uint8_t* panel, int column, int half) {
   return FORMAT == F16 ? load_halves(panel + 2 * at) : load_bfloats(panel + 2 * at);
 }
 
-// Columns [begin, end) of `R` tokens on top of the sums, which are [token][16].
-template <int FORMAT, int R>
-inline void tile(const uint8_t* panel, const float* in, int stride, int begin, int end, float* sums) {
-  Floats sum[R][HALVES];
+// Columns [begin, end) of `R` tokens and `P` panels on top of the sums, which are [panel][TOKENS][16].
+template <int FORMAT, int R, int P>
+inline void tile(const uint8_t* panel, size_t bytes, const float* in, int stride, int begin, int end, float* sums) {
+  constexpr int V = P * HALVES;
+  const auto at = [sums](int r, int v) { return sums + (v / HALVES * TOKENS + r) * PANEL + v % HALVES * WIDTH; };
+  Floats sum[R][V];
   for (int r = 0; r < R; ++r)
-    for (int h = 0; h < HALVES; ++h) sum[r][h] = load_floats(sums + r * PANEL + h * WIDTH);
+    for (int v = 0; v < V; ++v) sum[r][v] = load_floats(at(r, v));
   for (int column = begin; column < end; ++column) {
-    Floats weights[HALVES];
-    for (int h = 0; h < HALVES; ++h) weights[h] = load_column<FORMAT>(panel, column, h);
+    Floats weights[V];
+    for (int v = 0; v < V; ++v) weights[v] = load_column<FORMAT>(panel + v / HALVES * bytes, column, v % HALVES);
     for (int r = 0; r < R; ++r) {
       const Floats value = all_of(in[static_cast<size_t>(r) * stride + column]);
-      for (int h = 0; h < HALVES; ++h) sum[r][h] = multiply_add(weights[h], value, sum[r][h]);
+      for (int v = 0; v < V; ++v) sum[r][v] = multiply_add(weights[v], value, sum[r][v]);
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int h = 0; h < HALVES; ++h) store_floats(sums + r * PANEL + h * WIDTH, sum[r][h]);
+    for (int v = 0; v < V; ++v) store_floats(at(r, v), sum[r][v]);
 }
 
 // `count` tokens, at most R.
-template <int FORMAT, int R>
-inline void tile_of(int count, const uint8_t* panel, const float* in, int stride, int begin, int end, float* sums) {
+template <int FORMAT, int R, int P>
+inline void tile_of(int count, const uint8_t* panel, size_t bytes, const float* in, int stride, int begin, int end,
+                    float* sums) {
   if constexpr (R > 1) {
-    if (count < R) return tile_of<FORMAT, R - 1>(count, panel, in, stride, begin, end, sums);
+    if (count < R) return tile_of<FORMAT, R - 1, P>(count, panel, bytes, in, stride, begin, end, sums);
   }
-  tile<FORMAT, R>(panel, in, stride, begin, end, sums);
+  tile<FORMAT, R, P>(panel, bytes, in, stride, begin, end, sums);
 }
 
-template <int FORMAT>
-void tiles(const uint8_t* panel, const float* in, int stride, int tokens, int begin, int end, float* sums) {
-  for (int token = 0; token < tokens; token += TILE) {
+// All tokens of a block, in tiles of nearly one size: a small one would leave the multipliers waiting for its sums.
+template <int FORMAT, int P>
+void tiles(const uint8_t* panel, size_t bytes, const float* in, int stride, int tokens, int begin, int end,
+           float* sums) {
+  const int count = (tokens + TILE - 1) / TILE;
+  for (int i = 0, token = 0; i < count; ++i) {
+    const int next = tokens * (i + 1) / count;
     const float* from = in + static_cast<size_t>(token) * stride;
-    tile_of<FORMAT, TILE>(std::min(TILE, tokens - token), panel, from, stride, begin, end, sums + token * PANEL);
+    tile_of<FORMAT, TILE, P>(next - token, panel, bytes, from, stride, begin, end, sums + token * PANEL);
+    token = next;
   }
 }
 
@@ -71,21 +81,28 @@ void finish(const Op& op, const float* sums, int tokens, int row, float* out) {
   }
 }
 
+// `P` panels of up to TOKENS tokens.
+template <int FORMAT, int P>
+void block(const Op& op, const float* in, int tokens, int panel, float* out) {
+  alignas(64) float sums[P * TOKENS * PANEL];
+  const size_t bytes = panel_bytes(FORMAT, op.k);
+  const uint8_t* weights = static_cast<const uint8_t*>(op.weights) + panel * bytes;
+  for (int p = 0; p < P; ++p) std::fill_n(sums + p * TOKENS * PANEL, tokens * PANEL, 0.0f);
+  const int step = tokens > TILE ? COLUMNS : op.k;
+  for (int column = 0; column < op.k; column += step)
+    tiles<FORMAT, P>(weights, bytes, in, op.in_stride, tokens, column, std::min(column + step, op.k), sums);
+  for (int p = 0; p < P; ++p) finish(op, sums + p * TOKENS * PANEL, tokens, (panel + p) * PANEL, out);
+}
+
 template <int FORMAT>
 void run(const Op& op, int tokens, int first, int last) {
-  alignas(32) float sums[TOKENS * PANEL];
-  const size_t bytes = panel_bytes(FORMAT, op.k);
   for (int start = 0; start < tokens; start += TOKENS) {
     const int count = std::min(TOKENS, tokens - start);
     const float* in = op.in + static_cast<size_t>(start) * op.in_stride;
-    for (int panel = first; panel < last; ++panel) {
-      const uint8_t* weights = static_cast<const uint8_t*>(op.weights) + panel * bytes;
-      std::fill(sums, sums + count * PANEL, 0.0f);
-      const int step = count > TILE ? COLUMNS : op.k;
-      for (int column = 0; column < op.k; column += step)
-        tiles<FORMAT>(weights, in, op.in_stride, count, column, std::min(column + step, op.k), sums);
-      finish(op, sums, count, panel * PANEL, op.out + static_cast<size_t>(start) * op.out_stride);
-    }
+    float* out = op.out + static_cast<size_t>(start) * op.out_stride;
+    int panel = first;
+    for (; panel + PANELS <= last; panel += PANELS) block<FORMAT, PANELS>(op, in, count, panel, out);
+    for (; panel < last; ++panel) block<FORMAT, 1>(op, in, count, panel, out);
   }
 }
 
