@@ -15,7 +15,7 @@ from kvpool.arithmetic import kv_bytes_per_token, num_blocks
 from services.model_facts import ModelFacts, read_facts
 from worker.parallel.split import kv_heads_of
 
-BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "fp8": 1}
 DEFAULT_FORMAT = "bfloat16"
 DEFAULT_UTILIZATION = 0.9
 WIDTH = 64  # characters of a bar

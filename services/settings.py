@@ -38,12 +38,14 @@ class DType(StrEnum):
 
 
 class KVDType(StrEnum):
-    """The number format of a worker's KV blocks. auto, on a CPU: float16, or float32 where the weights are that."""
+    """The number format of a worker's KV blocks. auto, on a CPU: float16, or float32 where the weights are that. fp8
+    (E4M3) is for GPUs."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
 
 
 class Quantization(StrEnum):

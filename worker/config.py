@@ -12,7 +12,7 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 QUANTIZATIONS = ("none", "q8_0")
 # Bytes of one number of the KV blocks.
-KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 # For KV blocks on a CPU.
 DEFAULT_KV_CACHE = 512 * 2**20
 
@@ -29,7 +29,8 @@ class WorkerConfig:
     """Number format of weights and activations: auto, float32 or bfloat16; auto, on a CPU: weights as stored,
     activations in float32."""
     kv_dtype: str = "auto"
-    """Number format of the KV blocks: auto, float32, float16 or bfloat16; the engine knows what auto is."""
+    """Number format of the KV blocks: auto, float32, float16, bfloat16, or, on a GPU, fp8 (E4M3); the engine knows what
+    auto is."""
     quantization: str = "none"
     """How a Hugging Face folder's matrices are kept: none, as stored, or q8_0."""
     block_size: int = 16
@@ -76,6 +77,8 @@ class WorkerConfig:
             raise ConfigError(f"--quantization {self.quantization} is for CPUs: leave it out with --device cuda")
         if self.kv_dtype not in ("auto", *KV_BYTES):
             raise ConfigError(f"--kv-dtype must be one of auto, {', '.join(KV_BYTES)}, is {self.kv_dtype!r}")
+        if self.kv_dtype == "fp8" and self.device != "cuda":
+            raise ConfigError("--kv-dtype fp8 needs --device cuda: on a CPU choose float16 or bfloat16")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ConfigError(f"--block-size must be a power of two, is {self.block_size}")
         for name, option in (("max_rows", "max-num-seqs"), ("max_step_tokens", "max-num-batched-tokens")):

@@ -19,14 +19,18 @@ from worker.runner import Runner
 
 
 def pipelined(
-    made: Runner, backend: GraphBackend, *, capture: bool, kernels: Kernels | None = None, invariant: bool = False
+    made: Runner,
+    backend: GraphBackend,
+    *,
+    capture: bool,
+    kernels: Kernels | None = None,
+    invariant: bool = False,
+    kv_dtype: torch.dtype = torch.float32,
 ) -> PipelinedRunner:
     """The runner's model on `backend`; its blocks are NaN."""
     model, batch, kernels = made.files.config, made.batch, kernels or Kernels()
-    cache = KVPool(
-        model, num_blocks=batch.num_blocks, page=batch.block_size, dtype=torch.float32, device=backend.device
-    )
-    cache.blocks.fill_(torch.nan)
+    cache = KVPool(model, num_blocks=batch.num_blocks, page=batch.block_size, dtype=kv_dtype, device=backend.device)
+    cache.blocks.copy_(torch.full(cache.blocks.shape, torch.nan))
     weights = load_weights(model, made.files.tensors, torch.float32)
     decoder = Decoder(model, weights, cache, kernels=kernels, programs=3, invariant=invariant)
     sizes = Sizes(

@@ -37,6 +37,12 @@ def test_every_kernel_passes(model: dict[str, Any]) -> None:
     assert check(Kernels(), model) == (Kernels(), [])
 
 
+def test_every_kernel_passes_with_fp8_kv() -> None:
+    model = parse_config(tiny_config(), "test")
+    found = check_kernels(model, Kernels(), CPU, arch=90, page=16, kv_dtype=torch.float8_e4m3fn)
+    assert found == (Kernels(), [])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_kernel_that_does_nothing_is_found(name: str) -> None:
     others = {other: getattr(fallback, other) for other in CASES if other != name}

@@ -10,7 +10,9 @@ import torch
 
 from proto.messages import SamplingParams
 from tests.cuda.engines import pipelined, torch_runner
+from tests.cuda.paged import FP8
 from tests.support.plans import Driver, Sequence
+from worker.cpu.attention import attend
 from worker.cuda.backend import DirectBackend
 
 pytestmark = pytest.mark.triton
@@ -64,3 +66,19 @@ def test_copied_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks[:, 3] = torch.randn(blocks[:, 3].shape)
     device.copy_blocks(torch.tensor([3]).int().numpy(), torch.tensor([9]).int().numpy())
     assert torch.equal(blocks[:, 9], blocks[:, 3])
+
+
+def test_fp8_kv_is_the_cpu_engine_with_rounded_keys_and_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(groups: Any, keys: torch.Tensor, values: torch.Tensor, q_TND: torch.Tensor) -> torch.Tensor:
+        return attend(groups, keys.to(FP8).float(), values.to(FP8).float(), q_TND)
+
+    made = torch_runner(tmp_path / "model", monkeypatch, {})
+    plain = answers(made)
+    monkeypatch.setattr("worker.cpu.executor.attend", rounded)
+    expected = answers(made)
+    found = answers(pipelined(made, DirectBackend(torch.device("cpu")), capture=False, kv_dtype=FP8))
+    assert [one.output for one in found] == [other.output for other in expected]
+    for one, other in zip(found, expected, strict=True):
+        for position, entry in one.logprobs.items():
+            assert entry.value == pytest.approx(other.logprobs[position].value, abs=2e-3)
+    assert [other.output for other in expected] != [other.output for other in plain]

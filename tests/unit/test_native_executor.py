@@ -267,6 +267,8 @@ def test_kv_in_every_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kv:
     runner = load("native", model, monkeypatch, kv_dtype=kv, kv_cache_memory=64 * 16 * 512)
     assert runner.batch.num_blocks == {"float32": 64, "float16": 128, "bfloat16": 128}[kv]
     same(runner, load("native", model, monkeypatch, kv_dtype=kv, threads=3), everything(runner))
+    with pytest.raises(ConfigError, match="--kv-dtype fp8 needs --device cuda: on a CPU choose float16"):
+        load("native", model, monkeypatch, kv_dtype="fp8")
     with pytest.raises(ConfigError, match=r"--kv-dtype must be one of auto, .*, is 'float8'"):
         load("native", model, monkeypatch, kv_dtype="float8")
 

@@ -26,6 +26,8 @@ log = structlog.get_logger()
 # Bytes that travel at once: pinned memory is taken twice or so.
 CHUNK = 64 * 2**20
 TRIAL_BLOCKS = 4
+# The compute capability from which on chips convert E4M3.
+FP8_FROM = 89
 
 
 def load(config: WorkerConfig) -> PipelinedRunner:
@@ -42,7 +44,13 @@ def start(config: WorkerConfig, model: ModelConfig, weights: DecoderWeights, bac
     device = backend.device
     properties = torch.cuda.get_device_properties(device)
     arch = properties.major * 10 + properties.minor
-    kernels, failed = check_kernels(model, Kernels(), device, arch=arch, page=config.block_size)
+    if config.kv_dtype == "fp8" and arch < FP8_FROM:
+        raise ConfigError(
+            f"--kv-dtype fp8 needs compute capability 8.9, and {properties.name} has "
+            f"{properties.major}.{properties.minor}: leave it out"
+        )
+    kv = kv_format(config.resolved_dtype if config.kv_dtype == "auto" else config.kv_dtype)
+    kernels, failed = check_kernels(model, Kernels(), device, arch=arch, page=config.block_size, kv_dtype=kv)
     maker = EngineMaker(
         config,
         model,
@@ -68,6 +76,13 @@ def start(config: WorkerConfig, model: ModelConfig, weights: DecoderWeights, bac
     engine.prepare()
     log.info("GPU memory", **plan.facts(), captured=torch.cuda.memory_reserved(device) - reserved)
     return engine
+
+
+def kv_format(name: str) -> torch.dtype:
+    """The tensors' format behind a --kv-dtype."""
+    found = torch.float8_e4m3fn if name == "fp8" else getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 class EngineMaker:
@@ -109,7 +124,7 @@ class EngineMaker:
             model,
             num_blocks=num_blocks,
             page=config.block_size,
-            dtype=getattr(torch, self.kv_dtype),
+            dtype=kv_format(self.kv_dtype),
             device=self.backend.device,
         )
         decoder = Decoder(
