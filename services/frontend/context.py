@@ -12,6 +12,7 @@ from services.settings import FrontendSettings
 if TYPE_CHECKING:
     from services.frontend.auth import ApiKeys
     from services.frontend.grammar import GrammarChecker
+    from services.frontend.killable import Killable
     from services.frontend.known_requests import KnownRequests
     from services.frontend.prometheus import FrontendMetrics
     from services.frontend.tokenizer import Tokenizer
@@ -67,5 +68,6 @@ class FrontendContext:
     metrics: FrontendMetrics
     requests: KnownRequests
     grammars: GrammarChecker
+    templates: Killable
     tracing: Tracing | None = None
     keys: ApiKeys | None = None

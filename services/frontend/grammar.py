@@ -1,12 +1,11 @@
 """Structured output: what a client asks for as the spec of a grammar, and whether that can be compiled.
 
-A worker enforces the grammar (worker/grammar.py). Here it is compiled only to refuse a bad one, in a thread, within a
-time limit; what was found is remembered.
+A worker enforces the grammar (worker/grammar.py). Here it is compiled only to refuse a bad one, in a process that is
+killed when its time is over; what was found is remembered.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import re
 from collections import OrderedDict
@@ -15,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from services.frontend.offload import Offload
+from services.frontend.killable import Killable, Killed
 from services.frontend.request import GenerateRequest, ValidationFailed, WantedGrammar
 from worker.grammar_source import GrammarError, check_grammar, grammar_spec, one_line
 
 if TYPE_CHECKING:
     from services.frontend.schema import Body
 
-COMPILE_SECONDS = 5.0
 MAX_SOURCE = 2**16  # characters of a schema, expression or grammar, and of all choices together
 MAX_EBNF = 2**14  # rewriting it as Lark takes time with the square of its length
 MAX_CHOICES = 4096
@@ -70,8 +68,8 @@ def wanted_grammar(parsed: Body, forced: WantedGrammar | None = None) -> WantedG
 class GrammarChecker:
     """Judges grammars, and remembers its last judgements. One for each process."""
 
-    def __init__(self, offload: Offload) -> None:
-        self._offload = offload
+    def __init__(self, compiler: Killable) -> None:
+        self._compiler = compiler
         self._known: OrderedDict[str, tuple[str, str]] = OrderedDict()
 
     async def settle(self, wanted: WantedGrammar) -> str:
@@ -79,10 +77,11 @@ class GrammarChecker:
         judged = self._known.get(wanted.spec)
         if judged is None:
             try:
-                judged = await asyncio.wait_for(self._offload.run(judge, wanted.spec), COMPILE_SECONDS)
-            except TimeoutError:  # not remembered: perhaps it only waited behind other work
-                message = f"{wanted.field} takes more than {COMPILE_SECONDS:g} s to compile; simplify it"
-                raise ValidationFailed(message, wanted.field) from None
+                judged = tuple(await self._compiler.run("judge", spec=wanted.spec))
+            except Killed as error:  # not remembered: perhaps the machine was only busy
+                raise ValidationFailed(
+                    f"{wanted.field} cannot be compiled: {error}; simplify it", wanted.field
+                ) from None
             self._known[wanted.spec] = judged
             while len(self._known) > MAX_KNOWN:
                 self._known.popitem(last=False)

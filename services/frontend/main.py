@@ -20,6 +20,7 @@ from services.frontend.grammar import GrammarChecker
 from services.frontend.grpc_server import start_grpc
 from services.frontend.http import build_app
 from services.frontend.http_runner import Runner
+from services.frontend.killable import Killable
 from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ from services.transport import connected_links
 from worker.loader.keys import read_json
 from worker.loader.model import ModelFiles, open_model
 
+TEMPLATE_SECONDS = COMPILE_SECONDS = 5.0  # that one conversation, or one grammar, may take
 LAST_ANSWERS = 2.0  # seconds for answers that are complete but not yet written
 
 log = structlog.get_logger()
@@ -87,6 +89,9 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
         model_length=files.config.max_position_embeddings,
         recovery_timeout=settings.recovery_timeout,
     )
+    templates, compiler = Killable("templates", TEMPLATE_SECONDS), Killable("grammars", COMPILE_SECONDS)
+    if model.chat_template is not None:
+        await templates.start()
     context = FrontendContext(
         engine=engine,
         tokenizer=tokenizer,
@@ -94,8 +99,9 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
         settings=settings,
         metrics=metrics,
         requests=KnownRequests(),
-        grammars=GrammarChecker(tokenizer.offload),
         tracing=tracing_of(os.environ, model.id),
+        grammars=GrammarChecker(compiler),
+        templates=templates,
         keys=load_keys(settings, os.environ),
     )
     status_file = StatusFile(run_dir, "frontend", settings.name)
@@ -106,6 +112,8 @@ async def serve(settings: FrontendSettings, run_dir: RunDir, files: ModelFiles, 
         tokenizer.offload.close()
         if context.tracing is not None:
             context.tracing.close()
+        templates.close()
+        compiler.close()
 
 
 async def _serve(context: FrontendContext, engine: EngineClient, status_file: StatusFile, stop: asyncio.Event) -> None:

@@ -6,13 +6,11 @@ import asyncio
 import dataclasses
 from dataclasses import dataclass
 
-from services.frontend.chat import chat_template
 from services.frontend.context import FrontendContext
+from services.frontend.killable import Killed
 from services.frontend.reasoning import OPEN
 from services.frontend.request import GenerateRequest, Prompt, ValidationFailed
 from services.frontend.schema import Fork
-
-TEMPLATE_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,20 +47,19 @@ async def render_chat(context: FrontendContext, request: GenerateRequest) -> str
     """The conversation as the model's template writes it."""
     model = context.model
     assert model.chat_template is not None, "validate_chat refuses models without a template"
-    template = chat_template(model.chat_template, model.bos_token, model.eos_token)
-    work = context.tokenizer.offload.run(
-        template.render,
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        arguments=request.template_arguments,
-        tools=request.tools,
-    )
     try:
-        return await asyncio.wait_for(work, TEMPLATE_SECONDS)
-    except TimeoutError:
-        raise ValidationFailed(
-            f"messages: the model's chat template took more than {TEMPLATE_SECONDS:g} s; shorten them", "messages"
-        ) from None
+        text: str = await context.templates.run(
+            "render",
+            template=[model.chat_template, model.bos_token, model.eos_token],
+            messages=request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            arguments=request.template_arguments,
+            tools=request.tools,
+        )
+    except Killed as error:
+        message = f"messages: the model's chat template cannot write them: {error}; shorten them"
+        raise ValidationFailed(message, "messages") from None
+    return text
 
 
 async def encode(context: FrontendContext, text: str, field: str, *, add_special_tokens: bool) -> list[int]:

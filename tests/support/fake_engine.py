@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 from collections.abc import Callable, Iterator, Sequence
 
 from proto.messages import Add, End, FinishReason
 from services.frontend.context import FrontendContext, ServedModel
 from services.frontend.grammar import GrammarChecker
+from services.frontend.killable import Killable
 from services.frontend.known_requests import KnownRequests
 from services.frontend.prometheus import FrontendMetrics
 from services.frontend.tokenizer import Tokenizer
@@ -216,6 +219,14 @@ class FakeEngine:
         return [stream.add for stream in self.streams]
 
 
+@functools.cache
+def killable(name: str) -> Killable:
+    """One child for all tests of this process; it is started when a test needs it."""
+    made = Killable(name, 20.0)
+    atexit.register(made.close)
+    return made
+
+
 def fake_context(
     engine: FakeEngine,
     *,
@@ -236,6 +247,7 @@ def fake_context(
         settings=settings or FrontendSettings(),
         metrics=metrics,
         requests=KnownRequests(),
-        grammars=GrammarChecker(tokenizer.offload),
         tracing=tracing,
+        grammars=GrammarChecker(killable("grammars")),
+        templates=killable("templates"),
     )
