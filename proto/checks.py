@@ -190,6 +190,7 @@ def _worker_hello(r: m.WorkerHello) -> None:
     check_range(r, 1, INT32_MAX, "max_step_tokens", "vocab_size", "window")
     check_range(r, 1, MAX_ROWS, "max_rows")
     check_range(r, 1, MAX_LENGTH, "max_length")
+    check_range(r, 0, INT32_MAX, "max_drafts")
 
 
 def _heartbeat(r: m.Heartbeat) -> None:
@@ -215,6 +216,11 @@ def _step_result(r: m.StepResult) -> None:
     if r.seconds < 0:
         raise CodecError("seconds", f"must not be negative, not {r.seconds}")
     _check_logprob_rows(r.logprobs, len(r.rows))
+    if len(r.drafts):
+        check_lengths(r, "rows", "drafts")
+        check_no_negatives(r, "drafts")
+        if (r.counts > r.drafts + 1).any():
+            raise CodecError("counts", "must be at most one more than the row's drafts")
     if not len(r.rows):
         return
     if largest(r.reasons) > _LAST_REASON:
@@ -277,6 +283,9 @@ def _step_plan(r: m.StepPlan) -> None:
     check_lengths(r, "rows", "starts", "counts")
     check_no_negatives(r, "leaves", "rows", "starts", "counts")
     num_rows = len(r.rows)
+    if len(r.drafts):
+        check_lengths(r, "rows", "drafts")
+        check_no_negatives(r, "drafts")
     for group, new in enumerate(r.blocks):
         if len(new.counts) != num_rows:
             raise CodecError(f"blocks[{group}].counts", f"must have one entry for each of {num_rows} rows")

@@ -325,6 +325,7 @@ class WorkerHello:
     """Sent on the control link when the model is loaded, and again until a Reset answers.
 
     fingerprint: digest over weights, dtype, quantisation, KV dtype and block size; workers of one scheduler agree.
+    max_drafts: how many tokens it can guess for a row in one plan; 0: it never guesses.
     """
 
     worker: str
@@ -337,6 +338,7 @@ class WorkerHello:
     vocab_size: int
     window: int
     device: str
+    max_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -393,6 +395,8 @@ class StepResult:
     rows[R]: the plan's rows, same order. counts[R]: 0..k tokens sampled. tokens[T] flat. finite[R]: 0 if the row's
     logits held NaN or infinity (its count is then 0 and it has stopped). reasons[R]: FinishReason of rows that
     stopped in this plan. A row that had stopped earlier has count 0, finite 1, reason NONE.
+    drafts[R]: how many tokens were guessed and computed for each row; empty: none at all. A row with count n then has
+    KV at n - 1 positions beyond those of its plan; the guesses after them were wrong.
     freed: one entry for each KV group. A row appears when it stopped in this plan or left by it while not stopped
     (all blocks of its table), or when this plan gave new blocks to a row that had already stopped (those).
     """
@@ -406,6 +410,7 @@ class StepResult:
     seconds: float  # time that execution took
     freed: tuple[Freed, ...]
     logprobs: Logprobs | None = None
+    drafts: Int32 = field(default_factory=int32)
 
 
 # --- scheduler -> worker ------------------------------------------------------------------------------------------
@@ -503,6 +508,9 @@ class StepPlan:
     rows[R], starts[R], counts[R]: row r computes positions [start, start + count). It samples when start + count
     equals the number of tokens that the worker knows for the row, and fewer than max_length stand. A row that the
     worker has stopped is not computed. A plan may hold no rows (leaves or entries alone).
+
+    drafts[R]: how many tokens after the last known one the worker may guess for a row that samples, and compute in
+    the same pass; its table has room for them. Empty: none for any row.
     """
 
     leaves: Int32
@@ -512,6 +520,7 @@ class StepPlan:
     starts: Int32
     counts: Int32
     blocks: tuple[NewBlocks, ...]
+    drafts: Int32 = field(default_factory=int32)
 
 
 FrontendToScheduler = FrontendHello | Add | Abort | Finish | Ack | FrontendBeat

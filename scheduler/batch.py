@@ -1,8 +1,10 @@
 """What the scheduler knows of one worker's rows, as NumPy columns: a decode step costs a few vector operations.
 
 Regions of a row's positions: [0, retired) are covered by applied results, [retired, issued) by plans in flight,
-[issued, known + sampling) can be issued. Its blocks: [0, told) are known to the worker, [told, held) go out with the
-next plan. Columns of rows without a sequence mean nothing; `active` tells.
+[issued, known + sampling) can be issued. A row with drafts granted has nothing to issue until their result is in, for
+only then is it known where it goes on; meanwhile up to `granted` positions from issued on may be written. Its blocks:
+[0, told) are known to the worker, [told, held) go out with the next plan. Columns of rows without a sequence mean
+nothing; `active` tells.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class RowBatch:
         self.sampling = np.zeros(max_rows, np.int32)
         self.issued = np.zeros(max_rows, np.int32)
         self.retired = np.zeros(max_rows, np.int32)
+        self.granted = np.zeros(max_rows, np.int32)  # drafts that the worker may guess for it, in flight
         self.limit = np.zeros(max_rows, np.int32)
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.held = np.zeros(max_rows, np.int32)
@@ -65,6 +68,7 @@ class RowBatch:
         self.tenant = np.zeros(max_rows, np.int64)
         self.version = np.zeros(max_rows, np.int32)
         self.ready: Bools = np.zeros(max_rows, bool)  # its grammar, if it has one, is compiled: it may be planned
+        self.may_draft: Bools = np.zeros(max_rows, bool)  # no grammar, which advances token by token
         self.plain: Bools = np.zeros(max_rows, bool)  # no log-probabilities: its tokens are delivered as columns
         self.tokens = np.zeros((max_rows, max_length), np.int32)
         self.blocks = np.zeros((max_rows, -(-max_length // block_size)), np.int32)
@@ -81,6 +85,7 @@ class RowBatch:
         self.known[row] = known
         self.sampling[row] = 0
         self.issued[row] = self.retired[row] = computed
+        self.granted[row] = 0
         self.limit[row] = sequence.max_length
         self.num_prompt[row] = sequence.num_prompt
         self.blocks[row, : len(blocks)] = blocks
@@ -93,7 +98,7 @@ class RowBatch:
         self.link[row] = sequence.link
         self.tenant[row] = sequence.tenant_index
         self.version[row] = sequence.weights_version
-        self.ready[row] = not sequence.params.grammar
+        self.ready[row] = self.may_draft[row] = not sequence.params.grammar
         self.plain[row] = not sequence.wants_logprobs
         self.tokens[row, :known] = sequence.tokens
 
@@ -130,9 +135,10 @@ class RowBatch:
         self.held[row] = held + len(ids)
 
     def pending(self) -> Int32:
-        """Positions that can be issued now, for every row; 0 where it is not ready or its last sample is issued."""
+        """Positions that can be issued now, for every row; 0 where it is not ready, its last sample is issued or drafts
+        of it are in flight."""
         length = self.known + self.sampling
-        complete = (self.sampling > 0) & (length >= self.limit)
+        complete = ((self.sampling > 0) & (length >= self.limit)) | (self.granted > 0)
         pending = np.where(self.active & self.ready & ~complete, length - self.issued, 0)
         return pending.astype(np.int32, copy=False)
 

@@ -111,7 +111,7 @@ def _frame(state: SchedulerState, frontend: Frontend) -> TokenFrame | None:
         return None
     handles = [piece.handles for piece in pieces]
     firsts = [piece.firsts for piece in pieces]
-    counts = [np.ones(len(piece.firsts), np.int32) for piece in pieces]
+    counts = [np.ones(len(p.firsts), np.int32) if p.counts is None else p.counts for p in pieces]
     versions = [piece.versions for piece in pieces]
     tokens = [piece.tokens for piece in pieces]
     if ranges:

@@ -29,6 +29,9 @@ def metrics(state: SchedulerState) -> dict[str, float]:
         "signalbox_prompt_tokens_computed_total": totals.prompt_tokens,
         "signalbox_tokens_sampled_total": totals.generation_tokens,
         "signalbox_plans_total": totals.plans,
+        "signalbox_spec_decode_num_drafts_total": totals.drafted_rows,
+        "signalbox_spec_decode_num_draft_tokens_total": totals.draft_tokens,
+        "signalbox_spec_decode_num_accepted_tokens_total": totals.accepted.total(),
         "signalbox_worker_losses_total": totals.worker_losses,
         "signalbox_epochs_reset_total": totals.epochs_reset,
     }
@@ -39,6 +42,8 @@ def metrics(state: SchedulerState) -> dict[str, float]:
     ):
         for key, count in sorted(counter.items()):
             values[f'{name}{{{label}="{key}"}}'] = count
+    for place, count in sorted(totals.accepted.items()):
+        values[f'signalbox_spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] = count
     values.update(totals.queue_time.samples("signalbox_request_queue_time_seconds"))
     values.update(totals.prefill_time.samples("signalbox_request_prefill_time_seconds"))
     return values

@@ -11,6 +11,7 @@ import numpy as np
 from proto.messages import Copy, Int32, Int64, Join, NewBlocks, SchedulerToWorker, StepPlan, Task, int32, int64
 from scheduler.admission import admit_waiting
 from scheduler.batch import Bools, Stay
+from scheduler.drafts import grant_drafts
 from scheduler.errors import SchedulerError
 from scheduler.events import Outgoing
 from scheduler.lifecycle import preempt
@@ -114,6 +115,7 @@ class PlanBuilder:
             rows = np.concatenate([rows, int64(self.rows)])
             counts = np.concatenate([counts, int32(self.counts)])
         starts = batch.issued[rows]
+        drafts = grant_drafts(worker, rows, counts, self.budget)
         joins = tuple(self._join(stay) for stay in self.joins)
         plan = StepPlan(
             leaves=int32([stay.row for stay in leaves]),
@@ -123,12 +125,14 @@ class PlanBuilder:
             starts=starts,
             counts=counts,
             blocks=(self._new_blocks(rows),),
+            drafts=drafts,
         )
         ends = starts + counts
-        samples = self._note_issued(rows, ends)
+        samples = self._note_issued(rows, ends, drafts)
         outgoing = self._record(plan, rows, ends, samples, batch.stay[rows], batch.told[rows])
         worker.steady = None  # an older one has not counted this plan
-        if len(rows) and samples.all() and len(rows) == worker.num_running and not self.joins:
+        same = len(rows) and samples.all() and len(rows) == worker.num_running and not self.joins
+        if same and not (worker.hello.max_drafts and batch.may_draft[rows].any()):
             worker.steady = find_steady(batch, rows, [f.link for f in self.state.frontends.values()])
         return outgoing
 
@@ -282,7 +286,7 @@ class PlanBuilder:
         spans = zip(rows[some].tolist(), told[some].tolist(), held[some].tolist(), strict=True)
         return NewBlocks(counts=counts, ids=np.concatenate([batch.blocks[row, a:b] for row, a, b in spans]))
 
-    def _note_issued(self, rows: Int64, ends: Int32) -> Bools:
+    def _note_issued(self, rows: Int64, ends: Int32, drafts: Int32) -> Bools:
         """The rows' columns after the plan is sent; returns which of them it samples."""
         batch = self.worker.batch
         batch.issued[rows] = ends
@@ -291,6 +295,8 @@ class PlanBuilder:
         samples: Bools = (ends == length) & (length < batch.limit[rows])
         batch.sampling[rows] = sampling + samples
         batch.told[rows] = batch.held[rows]
+        if len(drafts):
+            batch.granted[rows] = drafts
         return samples
 
     def _record(
@@ -318,6 +324,7 @@ class PlanBuilder:
             told=told,
             tokens=len(rows) if steady else len(self.decodes) + sum(self.counts),
             leaves=worker.leaving,
+            drafts=plan.drafts,
             steady=steady,
         )
         worker.flights.append(flight)

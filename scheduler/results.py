@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 
 from proto.messages import FinishReason, Freed, Header, Int32, Int64, Logprobs, StepResult
-from scheduler.batch import Bools, Stay
+from scheduler.batch import Bools, RowBatch, Stay
+from scheduler.drafts import count_drafts, retire_drafts, within_runs
 from scheduler.errors import LedgerError
 from scheduler.lifecycle import end_stopped, mark_dirty, register_blocks
 from scheduler.queue import OUTPUT_WEIGHT, PROMPT_WEIGHT
@@ -64,14 +65,20 @@ def _advance_columns(state: SchedulerState, worker: Worker, flight: Flight, resu
     """Positions, samples and tokens of all rows whose sequence still has its row."""
     batch = worker.batch
     index = slice(None) if current.all() else np.flatnonzero(current)
-    rows, starts, retired = flight.rows[index], flight.starts[index], flight.ends[index]
-    batch.retired[rows] = retired
+    rows, starts = flight.rows[index], flight.starts[index]
     batch.sampling[rows] -= flight.samples[index]
-    with_token = np.flatnonzero(result.counts)  # one each
-    fresh = current[with_token]
-    sampled = flight.rows[with_token[fresh]]
-    batch.tokens[sampled, batch.known[sampled]] = result.tokens[fresh]
-    batch.known[sampled] += 1
+    if len(flight.drafts):
+        retire_drafts(batch, flight, result, current)
+        sampled = np.repeat(rows, result.counts[index])
+        count_drafts(state.totals, worker, result)
+    else:
+        batch.retired[rows] = flight.ends[index]
+        with_token = np.flatnonzero(result.counts)  # one each
+        fresh = current[with_token]
+        sampled = flight.rows[with_token[fresh]]
+        batch.tokens[sampled, batch.known[sampled]] = result.tokens[fresh]
+        batch.known[sampled] += 1
+    retired = batch.retired[rows]
     state.totals.generation_tokens += len(sampled)
     state.tenants.charge(batch.tenant[sampled], OUTPUT_WEIGHT, 1)
     prefills = np.flatnonzero(starts < batch.num_prompt[rows])
@@ -95,22 +102,29 @@ def _retire_prompts(
 
 
 def _deliver(state: SchedulerState, worker: Worker, rows: Int64) -> None:
-    """Plain rows with one new token go out as columns; anything else makes its sequence dirty."""
+    """Plain rows with as many new tokens as one step may bring go out as columns; anything else makes its sequence
+    dirty."""
     batch = worker.batch
     sent = batch.sent[rows]
     behind = batch.known[rows] - sent
-    plain = batch.plain[rows]
-    for row in rows[~plain | (behind > 1)].tolist():
+    plain, most = batch.plain[rows], 1 + worker.hello.max_drafts
+    for row in rows[~plain | (behind > most)].tolist():
         mark_dirty(state, batch.stay_in(row).sequence)
-    ready = plain & (behind == 1)
+    ready = plain & (behind >= 1) & (behind <= most)
     links = batch.link[rows]
     for frontend in state.frontends.values():
         which = np.flatnonzero(ready & (links == frontend.link))
         if len(which):
-            mine, firsts = rows[which], sent[which]
-            piece = Piece(batch.handle[mine], firsts, batch.version[mine], batch.tokens[mine, firsts])
-            frontend.pieces.append(piece)
-            batch.sent[mine] = firsts + 1
+            frontend.pieces.append(_piece(batch, rows[which], sent[which], behind[which]))
+            batch.sent[rows[which]] = batch.known[rows[which]]
+
+
+def _piece(batch: RowBatch, rows: Int64, firsts: Int32, counts: Int32) -> Piece:
+    handles, versions = batch.handle[rows], batch.version[rows]
+    if counts.max() == 1:
+        return Piece(handles, firsts, versions, batch.tokens[rows, firsts])
+    tokens = batch.tokens[np.repeat(rows, counts), np.repeat(firsts, counts) + within_runs(counts)]
+    return Piece(handles, firsts, versions, tokens, counts)
 
 
 def _end_rows(
@@ -150,10 +164,11 @@ def _add_logprobs(worker: Worker, flight: Flight, columns: Logprobs | None, curr
 
 def _measure(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult) -> None:
     if result.seconds > 0 and len(flight.rows):
-        worker.step_time.observe(flight.tokens, result.seconds)
+        tokens = flight.tokens + int(result.drafts.sum())
+        worker.step_time.observe(tokens, result.seconds)
         rate = len(result.tokens) / result.seconds
         state.tokens_per_second += RATE_SMOOTHING * (rate - state.tokens_per_second)
-        computed = flight.tokens / result.seconds
+        computed = tokens / result.seconds
         state.computed_per_second += RATE_SMOOTHING * (computed - state.computed_per_second)
 
 
@@ -163,30 +178,38 @@ def _measure(state: SchedulerState, worker: Worker, flight: Flight, result: Step
 def _check_rows(worker: Worker, flight: Flight, result: StepResult, stopping: Bools, current: Bools) -> None:
     """Every row sampled what its plan said, and ended only where it may."""
     ends = flight.ends + result.counts
-    special = (result.counts != (flight.samples & (result.finite != 0))) | stopping
+    drafts = flight.drafts if len(flight.drafts) else np.zeros_like(flight.ends)
+    if len(result.drafts) and (result.drafts > drafts).any():
+        raise LedgerError(f"result of plan {flight.number} has more drafts than were granted")
+    sampled = flight.samples & (result.finite != 0)
+    special = (result.counts < sampled) | (result.counts > sampled + drafts) | stopping
     special |= (ends >= worker.batch.limit[flight.rows]) & current
     indices = np.flatnonzero(special)
     if not len(indices):
         return
     offsets = np.cumsum(result.counts)[indices].tolist()
-    columns = (result.counts, result.reasons, result.finite, ends, flight.samples, flight.rows, flight.stays)
+    most = flight.samples + drafts
+    columns = (result.counts, result.reasons, result.finite, ends, flight.samples, most, flight.rows, flight.stays)
     values = zip(*(column[indices].tolist() for column in columns), strict=True)
-    for offset, (count, reason, finite, end, sampled, row, number) in zip(offsets, values, strict=True):
+    for offset, (count, reason, finite, end, least, limit, row, number) in zip(offsets, values, strict=True):
         last = int(result.tokens[offset - 1]) if count else -1
         stay = worker.stay_of(number, row)
-        problem = _row_problem(stay, count, reason, bool(finite), end, int(sampled), last)
+        problem = _row_problem(stay, count, reason, bool(finite), end, (int(least), int(limit)), last)
         if problem:
             raise LedgerError(f"result of plan {flight.number}, row {row}: {problem}")
 
 
-def _row_problem(stay: Stay, count: int, reason: int, finite: bool, end: int, sampled: int, last: int) -> str | None:
-    """What is wrong with one row's outcome, or None. end: its length after this plan; last: its newest token."""
+def _row_problem(
+    stay: Stay, count: int, reason: int, finite: bool, end: int, allowed: tuple[int, int], last: int
+) -> str | None:
+    """What is wrong with one row's outcome, or None. end: its length after this plan; allowed: the least and the most
+    tokens that it may bring; last: its newest token."""
     if stay.stopped:
         return "tokens or an end after it stopped" if count or reason else None
     if not finite:
         return None if count == 0 and reason == FinishReason.NOT_FINITE else "not finite, yet it goes on"
-    if count != sampled:
-        return f"{count} tokens, expected {sampled}"
+    if not allowed[0] <= count <= allowed[1]:
+        return f"{count} tokens, expected {allowed[0]} to {allowed[1]}"
     if reason == FinishReason.STOP:
         params = stay.sequence.params
         return None if count and (last in params.eos_ids or last in params.stop_ids) else f"{last} is no stop of it"

@@ -31,8 +31,9 @@ class Flight:
     """A plan on its way: the membership against which its result will be applied.
 
     column[R]: the rows as in the plan; rows[R]: the same as an index; starts[R] as in the plan, ends[R]: where its
-    positions end; samples[R]; stays[R]: which Stay had the row; told[R]: blocks of the row that the worker knew with
-    this plan. tokens: how many positions it computes. leaves: stays that left by it.
+    positions end, drafts apart; samples[R]; stays[R]: which Stay had the row; told[R]: blocks of the row that the
+    worker knew with this plan. tokens: how many positions it computes. leaves: stays that left by it. drafts[R]: as in
+    the plan.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Flight:
     told: Int32
     tokens: int
     leaves: list[Stay]
+    drafts: Int32
     steady: Steady | None = None
 
 
@@ -85,6 +87,7 @@ class Worker:
     plan_faults: int = 0  # plans that it could not apply since its last result
     stuck: tuple[int, int, float] | None = None  # idle with plans in flight: its last plan, the oldest, since when
     step_time: StepTime = field(default_factory=StepTime)
+    acceptance: float = 1.0  # share of the drafts that were right, smoothed over plans
 
     @classmethod
     def join(cls, peer: str, hello: WorkerHello, config: SchedulerConfig, link: int, now: float) -> Worker:
@@ -145,7 +148,7 @@ class Worker:
         is_shared = np.zeros(self.pool.num_blocks, bool)
         widest = int(shared.max(initial=0))
         is_shared[batch.blocks[rows, :widest][np.arange(widest) < shared[:, None]]] = True
-        own = batch.issued[rows] - shared * size  # shared blocks are full
+        own = batch.issued[rows] + batch.granted[rows] - shared * size  # shared blocks are full
         return int(own.sum()) + size * int(np.count_nonzero(is_shared))
 
     @property
@@ -198,6 +201,9 @@ class Totals:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     plans: int = 0
+    drafted_rows: int = 0
+    draft_tokens: int = 0
+    accepted: Counter[int] = field(default_factory=Counter)  # draft tokens that were right, by place in their run
     worker_losses: int = 0
     epochs_reset: int = 0
     queue_time: Histogram = field(default_factory=Histogram)
@@ -324,6 +330,10 @@ def validate_worker(worker: Worker) -> None:
     for digest, number in worker.computing.items():
         _check(filling.get(number) == digest, "a block is said to be computed by a row that does not")
     in_flight = Counter(stay for flight in worker.flights for stay in flight.stays[flight.samples].tolist())
+    drafts: Counter[int] = Counter()
+    for flight in worker.flights:
+        if len(flight.drafts):
+            drafts.update(dict(zip(flight.stays.tolist(), flight.drafts.tolist(), strict=True)))
     for stay in stays:
         row, sequence = stay.row, stay.sequence
         _check(not stay.stopped and not len(stay.ids), "a row that is over still runs", sequence)
@@ -336,7 +346,10 @@ def validate_worker(worker: Worker) -> None:
         _check(int(batch.sampling[row]) == in_flight[stay.number], "samples in flight are off", sequence)
         held, told = int(batch.held[row]), int(batch.told[row])
         _check(told <= held, "the worker knows more blocks than are held", sequence)
-        _check(held * batch.block_size >= issued, "issued beyond its blocks", sequence)
+        granted = int(batch.granted[row])
+        _check(held * batch.block_size >= issued + granted, "issued beyond its blocks", sequence)
+        _check(granted == drafts[stay.number], "drafts in flight are off", sequence)
+        _check(not granted or issued + granted < sequence.max_length, "drafts beyond its length", sequence)
         _validate_cached(worker, row, sequence)
 
 

@@ -18,12 +18,13 @@ from scheduler.batch import Bools, RowBatch
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Token ranges of plain rows: handles[R], firsts[R], versions[R], tokens[R] (one each)."""
+    """Token ranges of plain rows: handles[R], firsts[R], versions[R], counts[R] (None: one each), tokens flat."""
 
     handles: Int64
     firsts: Int32
     versions: Int32
     tokens: Int32
+    counts: Int32 | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,14 @@ class StepTime:
         base, slope = line
         return max(0, min(int((seconds / self.slack - base) / slope), int(GROWTH * self.largest)))
 
+    def share_of_one(self, tokens: int) -> float:
+        """What one more token costs, over what each of a step's `tokens` costs; 0 while that cannot be told."""
+        line = self._line()
+        if line is None:
+            return 0.0
+        base, slope = line
+        return slope / (max(base, 0.0) / tokens + slope)
+
     def _line(self) -> tuple[float, float] | None:
         """(base, slope) when steps of two sizes tell a slope."""
         spread = self.n * self.xx - self.x * self.x

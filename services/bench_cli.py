@@ -23,6 +23,7 @@ def register(app: typer.Typer) -> None:
     app.command()(frontend)
     app.command()(grammar)
     app.command()(chaos)
+    app.command()(speculation)
 
 
 def trace(
@@ -140,3 +141,26 @@ def grammar(
 
     bench = measurement.GrammarBench(streams=streams, tokens=tokens, rounds=rounds, model=model)
     raise typer.Exit(measurement.main(bench, json=json))
+
+
+def speculation(
+    *,
+    json: Json = False,
+    tokens: Annotated[int, typer.Option(min=1, max=32, help="As --speculative-tokens.")] = 8,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each side; the median counts.")] = 3,
+    model: Annotated[str, typer.Option(help="A name in the store, or a path.")] = DEFAULT_MODEL,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Where the machine is busy: one thread, and its CPU time.")
+    ] = False,
+) -> None:
+    """Show what guessing tokens ahead gains, and that it changes no answer. Minutes."""
+    from services.bench import speculation as measurement
+    from services.frontend.tokenizer import Tokenizer
+
+    # By name: see long_prompt.
+    timed_worker = importlib.import_module("services.timed_worker")
+    engine = timed_worker.load_worker(model, max_step_tokens=1024, cpu_time=cpu_time, speculative_tokens=tokens)
+    tokenizer = Tokenizer.load(engine.runner.files.tokenizer_file)
+    prompts = [tokenizer.encode_now(text.prompt, add_special_tokens=False) for text in measurement.TEXTS]
+    tokenizer.offload.close()
+    raise typer.Exit(measurement.main(engine, prompts, rounds=rounds, json=json))

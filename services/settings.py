@@ -368,6 +368,11 @@ class EngineSettings(ModelSettings, BatchSettings):
         Bounds(1, 64),
     ] = 1
     tensor_parallel_across_hosts: Annotated[bool, "Allow ranks on different hosts, which is slow."] = False
+    speculative_tokens: Annotated[
+        int,
+        "Tokens to guess ahead in each step, from what followed the same words before; changes no answer; 0: none.",
+        Bounds(0, 32),
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -37,8 +37,13 @@ class TimedWorker:
         return replace(result, seconds=self.clock() - started)
 
 
-def load_worker(model: str, max_step_tokens: int, *, cpu_time: bool) -> TimedWorker:
+def load_worker(model: str, max_step_tokens: int, *, cpu_time: bool, speculative_tokens: int = 0) -> TimedWorker:
     """The served model, as `signalbox-worker` loads it. cpu_time: it computes with one thread, and a step takes the CPU
     time of this process. SettingsError, ModelError and StoreError are for people."""
-    settings = WorkerSettings(model=model, max_num_batched_tokens=max_step_tokens, threads=1 if cpu_time else 0)
+    settings = WorkerSettings(
+        model=model,
+        max_num_batched_tokens=max_step_tokens,
+        threads=1 if cpu_time else 0,
+        speculative_tokens=speculative_tokens,
+    )
     return TimedWorker(load(settings), time.process_time if cpu_time else time.perf_counter)

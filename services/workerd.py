@@ -304,6 +304,7 @@ def config_of(settings: WorkerSettings) -> WorkerConfig:
         max_step_tokens=settings.max_num_batched_tokens,
         threads=settings.threads,
         window=settings.window,
+        speculative_tokens=settings.speculative_tokens,
         tensor_parallel_size=settings.tensor_parallel_size,
         tensor_parallel_across_hosts=settings.tensor_parallel_across_hosts,
     )

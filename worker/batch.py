@@ -1,6 +1,7 @@
 """The persistent batch: what a worker knows about its rows from one plan to the next, as NumPy columns.
 
-Regions of a row's tokens: [0, computed) have KV, [computed, num_tokens) are known and wait to be computed.
+Regions of a row's tokens: [0, computed) have KV, [computed, num_tokens) are known and wait to be computed; what stands
+beyond are drafts of the present step (worker/drafts.py), or nothing.
 Regions of a row's block table: [0, table_length) are held, the rest names the null block.
 A row that stopped keeps its place until its Leave, but holds no blocks.
 """
@@ -36,6 +37,7 @@ class Batch:
         self.logprobs_from = np.zeros(max_rows, np.int32)
         self.seed = np.zeros(max_rows, np.uint64)
         self.stopped = np.zeros(max_rows, bool)
+        self.trust = np.zeros(max_rows, np.int32)  # how many guesses for the row are worth their work
         self.table_length = np.zeros(max_rows, np.int32)
         self.table = np.full((max_rows, self.max_table), self.null_block, np.int32)
         # Pages of zeros cost nothing until a row uses them.
@@ -58,6 +60,7 @@ class Batch:
         self.tokens[row, :known] = join.tokens
         self.table[row, : len(blocks)] = blocks
         self.table_length[row] = len(blocks)
+        self.trust[row] = self.max_length
         self.params[row] = join.params
         self.sampling.set(row, join.params)
         self.grammars.join(join)
@@ -83,10 +86,10 @@ class Batch:
             self.table[owner, self.table_length[owner] + np.arange(len(ids)) - first] = ids
             self.table_length[rows] += counts
 
-    def append(self, rows: Int32, tokens: Int32) -> None:
-        """One sampled token for each of the rows."""
-        self.tokens[rows, self.num_tokens[rows]] = tokens
-        self.num_tokens[rows] += 1
+    def append(self, rows: Int32, tokens: Int32, positions: Int32) -> None:
+        """Sampled tokens and where they stand: the next ones of their rows, in order; a row may have several."""
+        self.tokens[rows, positions] = tokens
+        self.num_tokens[rows] = positions + 1
 
     def reset(self) -> None:
         """Empties every row."""

@@ -57,6 +57,8 @@ class WorkerConfig:
     """Ranks that share the model (worker/parallel); memory and threads are those of each."""
     tensor_parallel_across_hosts: bool = False
     """Ranks may be on different hosts."""
+    speculative_tokens: int = 0
+    """Tokens that may be guessed for each row and step; 0: none."""
 
     def __post_init__(self) -> None:
         if self.device not in DEVICES:
@@ -75,6 +77,13 @@ class WorkerConfig:
                 raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 and at most 1, is {share}")
         if self.device == "cuda" and self.quantization != "none":
             raise ConfigError(f"--quantization {self.quantization} is for CPUs: leave it out with --device cuda")
+        if self.device == "cuda" and self.speculative_tokens:
+            raise ConfigError(f"--speculative-tokens {self.speculative_tokens} is for CPUs yet: leave it out with cuda")
+        if self.tensor_parallel_size > 1 and self.speculative_tokens:
+            raise ConfigError(
+                f"--speculative-tokens {self.speculative_tokens} needs the native engine: leave it out with "
+                "--tensor-parallel-size"
+            )
         if self.kv_dtype not in ("auto", *KV_BYTES):
             raise ConfigError(f"--kv-dtype must be one of auto, {', '.join(KV_BYTES)}, is {self.kv_dtype!r}")
         if self.kv_dtype == "fp8" and self.device != "cuda":
@@ -91,9 +100,9 @@ class WorkerConfig:
                 f"--tensor-parallel-size {self.tensor_parallel_size} is for CPUs in this version: the GPU engine has "
                 "one rank; use --device cpu, or several --workers"
             )
-        for name in ("threads", "window"):
+        for name in ("threads", "window", "speculative_tokens"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"--{name} must be at least 0, is {getattr(self, name)}")
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, is {getattr(self, name)}")
 
     @property
     def resolved_dtype(self) -> str:
@@ -116,6 +125,11 @@ class WorkerConfig:
     def resolved_window(self) -> int:
         """Plans that may be in flight, at least 1."""
         return self.window or (2 if self.device == "cuda" else 1)
+
+    @property
+    def max_samples(self) -> int:
+        """Most tokens that one step samples: each comes from a token that it computes."""
+        return min(self.max_step_tokens, self.max_rows * (1 + self.speculative_tokens))
 
     def num_blocks(self, kv_bytes_per_token: int) -> int:
         """On a CPU, blocks that fit kv_cache_memory; ConfigError when not even one does."""

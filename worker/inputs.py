@@ -1,17 +1,20 @@
 """One step's forward pass as flat columns, the same for every device.
 
-Legend: A rows that are computed, T their tokens in row order, S rows that sample, P scored prompt positions.
+Legend: A rows that are computed, T their tokens in row order, S sampled tokens (one for each row that samples, and one
+more for each of its drafts), P scored prompt positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from proto.messages import Int32, int32
 from worker.batch import Batch
 from worker.sampling import SampleInputs, sample_inputs
+
+NO_DRAFTS = int32()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class RowInputs:
     """The rows of a step and what is wanted of them.
 
     rows[A]: batch rows. offsets[A + 1]: where each row's tokens begin. lengths[A]: positions [0, length) have KV once
-    this step has written.
+    this step has written. drafts[A]: how many of each row's tokens, its last ones, are guesses; empty: none of any.
     """
 
     rows: Int32
@@ -42,6 +45,7 @@ class RowInputs:
     lengths: Int32
     sample: SampleInputs
     score: ScoreInputs
+    drafts: Int32 = field(default_factory=int32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +69,43 @@ class StepInputs(RowInputs, ForwardInputs):
     """A forward pass, then sampling."""
 
 
-def build_rows(batch: Batch, rows: Int32, starts: Int32, counts: Int32, *, adjustments: bool) -> RowInputs:
+def build_rows(
+    batch: Batch, rows: Int32, starts: Int32, counts: Int32, drafts: Int32 = NO_DRAFTS, *, adjustments: bool
+) -> RowInputs:
     """To compute positions [start, start + count) of each batch row; none of them has stopped. Without `adjustments`
-    nothing is read of the rows' tokens, which may not be known yet."""
-    offsets = np.zeros(len(rows) + 1, np.int32)
-    np.cumsum(counts, out=offsets[1:])
+    nothing is read of the rows' tokens, which may not be known yet.
+
+    drafts[A]: of rows that sample, how many guesses stand after the known tokens and are computed too.
+    """
     lengths = starts + counts
     samples = int32(np.flatnonzero((lengths == batch.num_tokens[rows]) & (lengths < batch.limit[rows])))
+    if len(drafts):
+        counts, lengths = counts + drafts, lengths + drafts
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    tokens, ahead = offsets[samples + 1] - 1, np.zeros_like(samples)  # ahead: drafts before the sampled token
+    if len(drafts):
+        numbers = drafts[samples] + 1
+        ahead = within_runs(numbers)
+        tokens = np.repeat(tokens + 1 - numbers, numbers) + ahead
+        samples = np.repeat(samples, numbers)
     return RowInputs(
         rows=rows,
         offsets=offsets,
         lengths=lengths,
-        sample=sample_inputs(batch, rows, samples, offsets[samples + 1] - 1, adjustments=adjustments),
+        sample=sample_inputs(batch, rows, samples, tokens, ahead, adjustments=adjustments),
         score=_score_inputs(batch, rows, starts, offsets),
+        drafts=drafts,
     )
 
 
-def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32) -> StepInputs:
+def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32, drafts: Int32 = NO_DRAFTS) -> StepInputs:
     """Everything that a forward pass reads, from the host's batch."""
-    wanted = build_rows(batch, rows, starts, counts, adjustments=True)
+    wanted = build_rows(batch, rows, starts, counts, drafts, adjustments=True)
     offsets = wanted.offsets
-    owner = np.repeat(rows, counts)
-    positions = np.arange(offsets[-1], dtype=np.int32) + np.repeat(starts - offsets[:-1], counts)
+    numbers = np.diff(offsets)
+    owner = np.repeat(rows, numbers)
+    positions = np.arange(offsets[-1], dtype=np.int32) + np.repeat(starts - offsets[:-1], numbers)
     blocks = batch.table[owner, positions // batch.block_size]
     return StepInputs(
         rows=rows,
@@ -98,7 +117,14 @@ def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32) -> Ste
         tables=batch.table[rows],
         sample=wanted.sample,
         score=wanted.score,
+        drafts=drafts,
     )
+
+
+def within_runs(counts: Int32) -> Int32:
+    """0, 1, ... count - 1 for each of the counts, flat."""
+    firsts = np.cumsum(counts) - counts
+    return int32(np.arange(counts.sum()) - np.repeat(firsts, counts))
 
 
 def _score_inputs(batch: Batch, rows: Int32, starts: Int32, offsets: Int32) -> ScoreInputs:

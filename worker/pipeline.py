@@ -189,7 +189,7 @@ class PipelinedRunner(BaseRunner):
         issued.computed[rows] = inputs.lengths
         pending.ticket = self.pipeline.sample(inputs, self._rules(inputs))
         sampled = rows[inputs.sample.rows]
-        issued.append(sampled, np.zeros(len(sampled), np.int32))
+        issued.append(sampled, np.zeros(len(sampled), np.int32), inputs.sample.positions)
 
     def _rules(self, inputs: RowInputs) -> list[Adjustment]:
         """Bias and masks of the rows that sample. What a grammar allows and which words are bad follows from the tokens

@@ -102,8 +102,10 @@ def _check_sequence(join: Join, batch: Batch, vocab_size: int) -> None:
 
 def _check_rows(plan: StepPlan, batch: Batch, joining: set[int]) -> None:
     """The plan's rows are taken once leaves and joins are applied, and its columns belong together."""
-    if not len(plan.rows) == len(plan.starts) == len(plan.counts):
-        raise PlanError("rows, starts and counts differ in length")
+    if not len(plan.rows) == len(plan.starts) == len(plan.counts) or len(plan.drafts) not in (0, len(plan.rows)):
+        raise PlanError("rows, starts, counts and drafts differ in length")
+    if (plan.drafts < 0).any():
+        raise PlanError("drafts must not be negative")
     _check_range(plan.rows, batch.max_rows, "rows: row")
     _check_distinct(plan.rows, "rows: row")
     taken = batch.sequence != FREE
@@ -123,22 +125,30 @@ def _check_work(plan: StepPlan, batch: Batch, max_step_tokens: int) -> None:
     """Positions follow on what is computed, and the tables cover them. Stopped rows are not computed."""
     rows, new = plan.rows, plan.blocks[0]
     computed, known = batch.computed[rows], batch.num_tokens[rows]
-    stopped, held = batch.stopped[rows], batch.table_length[rows]
+    stopped, held, limit = batch.stopped[rows], batch.table_length[rows], batch.limit[rows]
+    drafts = plan.drafts if len(plan.drafts) else np.zeros_like(rows)
     for join in plan.joins:
         at = rows == join.row
         computed[at], known[at] = join.computed, len(join.tokens)
         stopped[at], held[at] = False, len(join.blocks[0])
+        limit[at] = join.max_length
     end = plan.starts.astype(np.int64) + plan.counts
     tables = held + new.counts
     _refuse(plan, ~stopped & (plan.starts != computed), lambda i: f"starts at {plan.starts[i]}, computed {computed[i]}")
     _refuse(plan, ~stopped & (plan.counts < 1), lambda i: f"count {plan.counts[i]} is below 1")
     _refuse(plan, ~stopped & (end > known), lambda i: f"computes to {end[i]}, but {known[i]} tokens are known")
+    end += drafts
+    _refuse(
+        plan,
+        ~stopped & (drafts > 0) & ((end != known + drafts) | (end >= limit)),
+        lambda i: f"has {drafts[i]} drafts where none fit",
+    )
     _refuse(
         plan,
         (tables > batch.max_table) | (~stopped & (tables * batch.block_size < end)),
         lambda i: f"{tables[i]} blocks of {batch.block_size} for {end[i]} positions",
     )
-    total = int(plan.counts[~stopped].sum())
+    total = int((plan.counts + drafts)[~stopped].sum())
     if total > max_step_tokens:
         raise PlanError(f"the plan computes {total} tokens, more than {max_step_tokens}")
     _check_new_blocks(plan, batch, new)

@@ -16,6 +16,7 @@ from proto.messages import (
     int32,
 )
 from worker.batch import Batch
+from worker.drafts import accept, learn
 from worker.executor import Scores, StepOutputs
 from worker.inputs import RowInputs, ScoreInputs
 from worker.sampling import NO_TOKEN, SampleInputs
@@ -64,26 +65,35 @@ def apply_outputs(
     weights_version: int,
 ) -> StepResult:
     """Appends tokens, stops rows, and builds the result. active[A]: index in the plan of each computed row."""
-    rows, finite, size = inputs.rows, outputs.finite, len(plan.rows)
-    batch.computed[rows] = inputs.lengths
+    rows, finite, size, sample = inputs.rows, outputs.finite, len(plan.rows), inputs.sample
+    kept = finite[sample.rows] & (outputs.tokens != NO_TOKEN)
+    if len(inputs.drafts):
+        kept &= accept(batch, inputs, outputs.tokens)
+    of, tokens = sample.rows[kept], outputs.tokens[kept]
+    counts = np.bincount(of, minlength=len(rows)).astype(np.int32)
     chosen = np.full(len(rows), NO_TOKEN, np.int32)
-    chosen[inputs.sample.rows] = outputs.tokens
-    sampled = finite & (chosen != NO_TOKEN)
-    batch.append(rows[sampled], chosen[sampled])
-    reasons = _reasons(batch, rows, chosen, sampled, finite)
+    chosen[of] = tokens  # of several, the last one stays
+    batch.append(rows[of], tokens, sample.positions[kept])
+    batch.computed[rows] = inputs.lengths
+    if len(inputs.drafts):
+        accepted = np.maximum(counts - 1, 0)
+        batch.computed[rows] += accepted - inputs.drafts
+        learn(batch, rows, inputs.drafts, accepted)
+    reasons = _reasons(batch, rows, chosen, counts > 0, finite)
     for index in np.flatnonzero(reasons):
         freed.add(int(rows[index]), batch.stop(int(rows[index])))
-    batch.grammars.advance(rows[sampled], chosen[sampled])
+    batch.grammars.advance(rows[counts > 0], chosen[counts > 0])
     return StepResult(
         rows=plan.rows,
-        counts=_spread(sampled, active, size, 0),
-        tokens=chosen[sampled],
+        counts=_spread(counts, active, size, 0),
+        tokens=tokens,
         finite=_spread(finite, active, size, 1),
         reasons=_spread(reasons, active, size, FinishReason.NONE),
         weights_version=weights_version,
         seconds=0.0,
         freed=(freed.record(),),
-        logprobs=_logprobs(active, inputs, outputs),
+        logprobs=_logprobs(active, inputs, outputs, kept),
+        drafts=_spread(inputs.drafts, active, size, 0) if len(inputs.drafts) else int32(),
     )
 
 
@@ -103,12 +113,14 @@ def _reasons(batch: Batch, rows: Int32, chosen: Int32, sampled: np.ndarray, fini
     return int32(np.where(finite, reasons, FinishReason.NOT_FINITE))
 
 
-def _logprobs(active: Int32, inputs: RowInputs, outputs: StepOutputs) -> Logprobs | None:
-    """Prompt and sampled tokens' entries, by row and position; rows that are not finite have none."""
+def _logprobs(active: Int32, inputs: RowInputs, outputs: StepOutputs, kept: np.ndarray) -> Logprobs | None:
+    """Entries of prompt tokens, and of the sampled ones that are `kept`, by row and position; rows that are not finite
+    have none."""
     parts = []
-    for scores, wanted in ((outputs.prompt, inputs.score), (outputs.sampled, inputs.sample)):
+    good = outputs.finite[inputs.score.rows]
+    for scores, wanted, which in ((outputs.prompt, inputs.score, good), (outputs.sampled, inputs.sample, kept)):
         if scores is not None:
-            parts += _entries(scores, wanted, np.flatnonzero(outputs.finite[wanted.rows] & (wanted.tops >= 0)))
+            parts += _entries(scores, wanted, np.flatnonzero(which & (wanted.tops >= 0)))
     if not parts:
         return None
     parts.sort(key=lambda entry: entry[:2])

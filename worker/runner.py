@@ -7,13 +7,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from proto.messages import Copy, KVGroup, StepPlan, StepResult, WorkerHello, int32
+from proto.messages import Copy, Int32, KVGroup, StepPlan, StepResult, WorkerHello, int32
 from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.cpu.native.choice import load_executor
-from worker.executor import Device, Executor
+from worker.drafts import propose
+from worker.executor import Device, Executor, StepOutputs
 from worker.grammar import GrammarCompiler, GrammarRows, Report
-from worker.inputs import build_inputs
+from worker.inputs import StepInputs, build_inputs
 from worker.loader.model import ModelFiles, open_model
 from worker.plan_check import check_plan
 from worker.results import FreedLog, apply_outputs, empty_result
@@ -24,6 +25,8 @@ FIRST_WEIGHTS_VERSION = 1
 
 class BaseRunner:
     """What runners of all devices share: the batch, and how the worker presents itself."""
+
+    max_drafts = 0  # tokens that it can guess for each row and step
 
     def __init__(self, config: WorkerConfig, files: ModelFiles, device: Device) -> None:
         self.config = config
@@ -53,6 +56,7 @@ class BaseRunner:
             vocab_size=model.vocab_size,
             window=config.resolved_window,
             device=self.device.device,
+            max_drafts=self.max_drafts,
         )
 
     def watch_grammars(self, wake: Callable[[], None]) -> None:
@@ -98,6 +102,7 @@ class Runner(BaseRunner):
     def __init__(self, config: WorkerConfig, files: ModelFiles, executor: Executor) -> None:
         super().__init__(config, files, executor)
         self.executor = executor
+        self.max_drafts = config.speculative_tokens
 
     @classmethod
     def load(cls, config: WorkerConfig) -> Runner:
@@ -123,9 +128,24 @@ class Runner(BaseRunner):
         active = np.flatnonzero(~self.batch.stopped[plan.rows])
         if not len(active):
             return empty_result(plan, freed, self.weights_version)
-        inputs = build_inputs(self.batch, plan.rows[active], plan.starts[active], plan.counts[active])
-        outputs = self.executor.run(inputs)
+        inputs, outputs = self._compute(plan, int32(active))
         return apply_outputs(plan, self.batch, int32(active), inputs, outputs, freed, self.weights_version)
+
+    def _compute(self, plan: StepPlan, active: Int32) -> tuple[StepInputs, StepOutputs]:
+        """The forward pass over the plan's `active` rows, with drafts where they are granted.
+
+        A guess may lead to NaN where the row's own tokens do not: the rows are then computed without guesses.
+        """
+        work = (plan.rows[active], plan.starts[active], plan.counts[active])
+        if len(plan.drafts):
+            drafts = propose(self.batch, work[0], plan.drafts[active])
+            if drafts.any():
+                inputs = build_inputs(self.batch, *work, drafts)
+                outputs = self.executor.run(inputs)
+                if outputs.finite[drafts > 0].all():
+                    return inputs, outputs
+        inputs = build_inputs(self.batch, *work)
+        return inputs, self.executor.run(inputs)
 
 
 def apply_deltas(plan: StepPlan, batch: Batch, freed: FreedLog) -> None:

@@ -76,7 +76,7 @@ class Adjustment:
     """What happens to one sampled row's logits before the temperature, in the order of the fields."""
 
     index: int
-    """Which of the step's sampled rows."""
+    """Which of the step's sampled tokens."""
     bias_ids: Int32
     bias_values: Float32
     allowed_ids: Int32
@@ -97,10 +97,11 @@ class Adjustment:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleInputs:
-    """The rows of one step that sample a token; all columns have S entries.
+    """What one step samples; all columns have S entries, ordered by row and position.
 
-    rows: index into the computed rows. tokens: flat index of the token whose logits are sampled from. positions: where
-    the sampled token will stand. tops: alternatives wanted beside its logprob, -1 for no logprob.
+    rows: index into the computed rows; a row with d drafts stands here d + 1 times. tokens: flat index of the token
+    whose logits are sampled from. positions: where the sampled token will stand. tops: alternatives wanted beside its
+    logprob, -1 for no logprob.
     """
 
     rows: Int32
@@ -115,27 +116,33 @@ class SampleInputs:
     adjustments: tuple[Adjustment, ...]
 
 
-def sample_inputs(batch: Batch, computed: Int32, samples: Int32, tokens: Int32, *, adjustments: bool) -> SampleInputs:
-    """For those of the `computed` batch rows that sample, given by index, from the logits at the flat `tokens`."""
+def sample_inputs(
+    batch: Batch, computed: Int32, samples: Int32, tokens: Int32, ahead: Int32, *, adjustments: bool
+) -> SampleInputs:
+    """For those of the `computed` batch rows that sample, given by index, from the logits at the flat `tokens`.
+
+    ahead[S]: how many drafts stand between the row's known tokens and the sampled one; they count as its tokens.
+    """
     columns, rows = batch.sampling, computed[samples]
     adjusting = np.flatnonzero(columns.adjusts[rows]) if adjustments else ()
+    positions = batch.num_tokens[rows] + ahead
     return SampleInputs(
         rows=samples,
         tokens=tokens,
-        positions=batch.num_tokens[rows],
+        positions=positions,
         seeds=batch.seed[rows],
         temperature=columns.temperature[rows],
         top_k=columns.top_k[rows],
         top_p=columns.top_p[rows],
         min_p=columns.min_p[rows],
         tops=columns.logprobs[rows],
-        adjustments=tuple(_adjustment(batch, int(index), int(rows[index])) for index in adjusting),
+        adjustments=tuple(_adjustment(batch, int(i), int(rows[i]), int(positions[i])) for i in adjusting),
     )
 
 
-def _adjustment(batch: Batch, index: int, row: int) -> Adjustment:
-    params = batch.params[row]
-    prompt, known = int(batch.num_prompt[row]), int(batch.num_tokens[row])
+def _adjustment(batch: Batch, index: int, row: int, known: int) -> Adjustment:
+    """For the token that follows the row's first `known` ones."""
+    params, prompt = batch.params[row], int(batch.num_prompt[row])
     tokens, none = batch.tokens[row, :known], int32()
     output_ids, output_counts = none, none
     if params.presence_penalty or params.frequency_penalty:

@@ -77,8 +77,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = ManualWorld()
         self.last = 0
-        self.add_worker(2)
-        self.add_worker(1)
+        self.add_worker(2, 0)
+        self.add_worker(1, 3)
         for name in ("f0", "f1"):
             self.world.add_frontend(name)
         for _ in range(8):
@@ -171,10 +171,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     # --- what befalls processes ---
 
     @precondition(lambda self: len(self.world.workers) < MAX_WORKERS)
-    @rule(window=st.integers(1, 4))
-    def add_worker(self, window: int) -> None:
+    @rule(window=st.integers(1, 4), drafts=st.integers(0, 5))
+    def add_worker(self, window: int, drafts: int) -> None:
         self.last += 1
-        self.world.add_worker(f"w{self.last}", **{**WORKER, "window": window})
+        self.world.add_worker(f"w{self.last}", **{**WORKER, "window": window, "max_drafts": drafts})
 
     @precondition(lambda self: self.world.workers)
     @rule(data=st.data(), what=st.sampled_from(["kill_worker", "drain_worker", "raise_in_worker"]))
@@ -208,7 +208,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         world = self.world
         if not world.workers:
-            self.add_worker(2)
+            self.add_worker(2, 3)
         deadline = world.now + 200.0
         while not world.finished():
             assert world.now < deadline, world._stuck()

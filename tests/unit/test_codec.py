@@ -103,7 +103,7 @@ def test_size_is_checked_before_anything_is_parsed() -> None:
         (frame_of(msgpack.Timestamp(1, 2)), "Heartbeat: must be the fields of Heartbeat (array), not Timestamp"),
         (b"\x01", "frame: must be an array that begins with the schema version"),
         (msgpack.packb([True, 41]), "frame: must be an array that begins with the schema version"),
-        (msgpack.packb([1, 41, 1, 1]), "frame: must have 7 fields, not 4"),
+        (msgpack.packb([m.SCHEMA_VERSION, 41, 1, 1]), "frame: must have 7 fields, not 4"),
         (frame_of([], tag=99), "unknown tag 99"),
         (frame_of([], tag="41"), "unknown tag '41'"),
         (frame_of({}), "Heartbeat: must be the fields of Heartbeat (array), not dict"),

@@ -49,3 +49,10 @@ def test_one_very_slow_step_counts_a_little_only():
     times = learned([16, 400] * 20)
     times.observe(16, 5.0)
     assert times.slack == MAX_SLACK
+
+
+def test_one_more_token_costs_the_less_the_fewer_share_a_step():
+    times = learned([16, 400] * 20)
+    assert StepTime().share_of_one(4) == 0.0
+    assert times.share_of_one(1) == pytest.approx(TOKEN / (BASE + TOKEN))
+    assert times.share_of_one(100) == pytest.approx(0.5)

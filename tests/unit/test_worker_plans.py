@@ -133,7 +133,7 @@ WRONG: dict[str, tuple[StepPlan, str]] = {
         plan(entries=(Copy(group=0, source=0, target=9), Copy(group=0, source=9, target=10))),
         "copy: block 9 is source and target",
     ),
-    "columns that differ": (replace(GOOD, starts=int32()), "rows, starts and counts differ in length"),
+    "columns that differ": (replace(GOOD, starts=int32()), "rows, starts, counts and drafts differ in length"),
     "blocks of no group": (replace(GOOD, blocks=()), "new blocks for 0 KV groups: this worker has one"),
     "block counts that differ": (
         replace(GOOD, blocks=(NewBlocks(counts=int32([2]), ids=int32([9])),)),

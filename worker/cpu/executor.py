@@ -52,6 +52,11 @@ class CpuExecutor:
             )
         if config.quantization != "none":
             raise ConfigError(f"--quantization {config.quantization} needs the native engine (docs/cpu-engine.md)")
+        if config.speculative_tokens:
+            raise ConfigError(
+                f"--speculative-tokens {config.speculative_tokens} needs the native engine: torch's results depend on "
+                "how many tokens a step has, so that guesses would change answers"
+            )
         num_blocks = config.num_blocks(files.config.kv_bytes_per_token(KV_BYTES[config.resolved_dtype]))
         torch.set_num_threads(config.resolved_threads)
         model, dtype = files.config, getattr(torch, config.resolved_dtype)

@@ -167,7 +167,8 @@ class Audit:
         _check(header.number == self.issued.get(key, 0) + 1, "plan numbers do not rise by one")
         self.issued[key] = header.number
         budget = min(state.config.max_num_batched_tokens, worker.hello.max_step_tokens)
-        _check(int(plan.counts.sum()) <= budget, f"{plan.counts.sum()} tokens exceed the budget of {budget}")
+        tokens = int(plan.counts.sum() + plan.drafts.sum())
+        _check(tokens <= budget, f"{tokens} tokens exceed the budget of {budget}")
         _check(not len(plan.counts) or plan.counts.min() >= 1, "a row without work")
         _check(not len(plan.counts) or plan.counts.max() <= state.config.max_chunk, "a chunk is too long")
         _check(len(set(plan.rows.tolist())) == len(plan.rows), "a row stands twice in a plan")

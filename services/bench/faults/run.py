@@ -103,6 +103,7 @@ def draw(seed: int, *, twin: bool = False, validate_every: int = 25) -> World:
         "window": rng.randint(1, 4),
         "num_blocks": rng.choice((24, 40, 120)),
         "max_rows": rng.choice((2, 4, 8)),
+        "max_drafts": random.Random(f"guesses of {seed}").choice((0, 0, 3, 6)),
     }
     for number in range(rng.choice(NUM_WORKERS)):
         world.add_worker(f"w{number}", **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +57,7 @@ class StrictWorker:
     """Executes plans as proto/messages.py says, and raises PlanViolation on any that breaks a rule.
 
     spoiled: of some seeds, the position whose logits are not finite; what such a plan wrote reads as SPOILED.
+    max_drafts: how many tokens it guesses, right or wrong, for a row in one plan.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StrictWorker:
         block_size: int = 4,
         max_rows: int = 8,
         window: int = 1,
+        max_drafts: int = 0,
         spoiled: Mapping[int, int] | None = None,
     ) -> None:
         self.name = name
@@ -74,6 +76,7 @@ class StrictWorker:
         self.num_blocks = num_blocks
         self.max_rows = max_rows
         self.window = window
+        self.max_drafts = max_drafts
         self.spoiled = {} if spoiled is None else spoiled
         self.rows: dict[int, StrictRow] = {}
         self.memory: Int64 = np.zeros((num_blocks, block_size), np.int64)
@@ -93,6 +96,7 @@ class StrictWorker:
             vocab_size=VOCAB,
             window=self.window,
             device="sim",
+            max_drafts=self.max_drafts,
         )
 
     def reset(self) -> None:
@@ -115,17 +119,20 @@ class StrictWorker:
         self._copy(plan)
         self._append_blocks(plan, freed)
         self._check_writes(plan)
-        tokens, counts, finite, reasons = [], [], [], []
-        for index, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+        tokens: list[int] = []
+        counts, finite, reasons, drafts = [], [], [], []
+        for index, start, count, granted in _work(plan):
             row = self.rows[index]
-            token, reason = (None, FinishReason.NONE) if row.stopped else self._step(row, start, count)
+            guesses = [] if row.stopped else self._guess(row, start + count, granted)
+            run, reason = ([], FinishReason.NONE) if row.stopped else self._run(row, start, count, guesses)
             if reason is not FinishReason.NONE:
                 self._free(index, row, freed)
                 row.stopped = True
-            tokens += [] if token is None else [token]
-            counts.append(int(token is not None))
+            tokens += run
+            counts.append(len(run))
             finite.append(int(reason is not FinishReason.NOT_FINITE))
             reasons.append(int(reason))
+            drafts.append(len(guesses))
         return StepResult(
             rows=plan.rows,
             counts=int32(counts),
@@ -135,6 +142,7 @@ class StrictWorker:
             weights_version=1,
             seconds=0.0,
             freed=(_columns([entry for entry in freed if entry[1]]),),
+            drafts=int32(drafts if any(drafts) else ()),
         )
 
     def content(self, row: StrictRow) -> Int64:
@@ -187,12 +195,45 @@ class StrictWorker:
 
     def _check_writes(self, plan: StepPlan) -> None:
         """No block is written while it stands in the table of more than its one owner."""
-        for index, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
+        for index, start, count, granted in _work(plan):
             row = self.rows[index]
             if not row.stopped:
-                written = row.blocks[start // self.block_size : -(-(start + count) // self.block_size)]
+                written = row.blocks[start // self.block_size : -(-(start + count + granted) // self.block_size)]
                 shared = [block for block in written if self.tables[block] != 1]
                 _check(not shared, f"blocks {shared} are written by row {index} and stand in other tables too")
+
+    def _guess(self, row: StrictRow, end: int, granted: int) -> list[int]:
+        """Up to `granted` guesses after the row's known tokens, two thirds of them right, and write them."""
+        if not granted:
+            return []
+        known, seed = len(row.tokens), row.join.seed
+        _check(granted <= self.max_drafts, "more drafts than the worker can make")
+        _check(not row.join.params.grammar, "drafts for a row with a grammar")
+        _check(end == known, "drafts for a row that does not sample")
+        _check(known + granted < row.join.max_length, "drafts beyond the token before the limit")
+        _check(len(row.blocks) * self.block_size >= end + granted, "drafts without blocks")
+        dice = [token_at(seed + 1, known + place) for place in range(granted)]
+        guesses = [token_at(seed, known + place) + (luck % 3 == 0) for place, luck in enumerate(dice)]
+        guesses = guesses[: token_at(seed + 2, known) % (granted + 1)]
+        for place, guess in enumerate(guesses, end):
+            self.memory[row.blocks[place // self.block_size], place % self.block_size] = hash(("a guess", guess))
+        return guesses
+
+    def _run(self, row: StrictRow, start: int, count: int, guesses: list[int]) -> tuple[list[int], FinishReason]:
+        """The row's tokens: one, and one more for each guess that was right."""
+        token, reason = self._step(row, start, count)
+        run = [] if token is None else [token]
+        for guess in guesses:
+            last = row.tokens[-1]
+            if reason is not FinishReason.NONE or guess != last or self._spoils(row):
+                break  # the next plan meets what is not finite
+            token, reason = self._step(row, row.computed, 1)
+            run += [] if token is None else [token]
+        return run, reason
+
+    def _spoils(self, row: StrictRow) -> bool:
+        """Whether the logits after the row's last token are not finite."""
+        return len(row.tokens) >= self.spoiled.get(row.join.seed, len(row.tokens) + 1)
 
     def _step(self, row: StrictRow, start: int, count: int) -> tuple[int | None, FinishReason]:
         _check(row.ready, "planned before its grammar is ready")
@@ -211,7 +252,7 @@ class StrictWorker:
             return None, FinishReason.NONE
         if known >= row.join.max_length:
             return None, FinishReason.LENGTH
-        if known >= self.spoiled.get(row.join.seed, known + 1):
+        if self._spoils(row):
             self.memory[blocks, positions % self.block_size] = SPOILED
             return None, FinishReason.NOT_FINITE
         token = token_at(row.join.seed, known)
@@ -219,6 +260,12 @@ class StrictWorker:
         if token in row.join.params.eos_ids:
             return token, FinishReason.STOP
         return token, FinishReason.LENGTH if known + 1 == row.join.max_length else FinishReason.NONE
+
+
+def _work(plan: StepPlan) -> Iterator[tuple[int, int, int, int]]:
+    """(row, start, count, drafts) of each row."""
+    drafts = plan.drafts if len(plan.drafts) else np.zeros_like(plan.rows)
+    return zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), drafts.tolist(), strict=True)
 
 
 def _hash_tokens(row: StrictRow, start: int, end: int) -> None:

@@ -56,7 +56,12 @@ class NativeExecutor:
             logits=address(self.buffers.logits),
         )
         self.step = CapturedStep(
-            record, program.forward, program.head, max_tokens=config.max_step_tokens, max_rows=config.max_rows
+            record,
+            program.forward,
+            program.head,
+            max_tokens=config.max_step_tokens,
+            max_rows=config.max_rows,
+            max_samples=config.max_samples,
         )
 
     @classmethod

@@ -1,7 +1,7 @@
 """The captured step: a recorded program with its static inputs, launched with one call.
 
-Legend: A rows, T their tokens, S sampled rows, P scored prompt positions; the first S lines of a result belong to the
-sampled rows.
+Legend: A rows, T their tokens, S sampled tokens, P scored prompt positions; the first S lines of a result belong to the
+sampled tokens.
 """
 
 from __future__ import annotations
@@ -42,17 +42,26 @@ HEAD_COLUMNS = (
 
 
 class CapturedStep:
-    """Runs steps of up to `max_tokens` tokens and `max_rows` rows."""
+    """Runs steps of up to `max_tokens` tokens, `max_rows` rows and `max_samples` sampled tokens (0: one for each
+    row)."""
 
     def __init__(
-        self, model: Model, forward: Sequence[Op], head: Sequence[Op], *, max_tokens: int, max_rows: int
+        self,
+        model: Model,
+        forward: Sequence[Op],
+        head: Sequence[Op],
+        *,
+        max_tokens: int,
+        max_rows: int,
+        max_samples: int = 0,
     ) -> None:
+        max_samples = max_samples or max_rows
         self._step = Step()
         self._columns: dict[str, NDArray[Any]] = {}
         for columns, size in (
             (TOKEN_COLUMNS, max_tokens),
-            (SAMPLE_COLUMNS, max_rows),
-            (HEAD_COLUMNS, max_rows + max_tokens),
+            (SAMPLE_COLUMNS, max_samples),
+            (HEAD_COLUMNS, max_samples + max_tokens),
             ((("targets", np.int32),), max_tokens),
             ((("offsets", np.int32),), max_rows + 1),
         ):
