@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,15 @@ from proto.messages import SamplingParams
 from tests.cuda.engines import pipelined, torch_runner
 from tests.cuda.recording import Recording
 from tests.support.plans import Driver, Sequence
+from tests.support.tiny_model import write_served_tiny
+from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
 from tests.support.window import WindowDriver
+from worker.config import WorkerConfig
 from worker.cuda.buckets import Bucket, Buckets, sizes
 from worker.cuda.engine import SamplerKey
 from worker.cuda.graphs import GraphSet
 from worker.pipeline import Deltas
+from worker.runner import Runner
 
 pytestmark = pytest.mark.triton
 MODEL: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_attention_heads": 2}
@@ -164,3 +169,22 @@ def test_more_new_blocks_than_inputs_hold(made: Any) -> None:
     engine._send_tables(Deltas(held=np.array([1, 2], np.int32), new_counts=counts, new_ids=ids), np.array([3, 0]))
     assert engine.state.tables[3, 1 : 1 + half].tolist() == ids[:half].tolist()
     assert engine.state.tables[0, 2 : 2 + len(ids) - half].tolist() == ids[half:].tolist()
+
+
+def test_masks_arrive_between_forward_and_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with a grammar beside one without, three plans in flight: the CPU engine's tokens."""
+    monkeypatch.setenv("SIGNALBOX_CPU_ENGINE", "torch")
+    folder = write_served_tiny(tmp_path / "served", seed=1)
+    made = Runner.load(WorkerConfig(model=folder, threads=1, max_rows=4, max_step_tokens=24, kv_cache_memory=2**18))
+    grammar = SamplingParams(temperature=1.0, eos_ids=(IM_END,), grammar="regex\n[a-f]{3,5}")
+
+    def texts(driver: Driver) -> list[list[int]]:
+        prompt = ids_of("Hello", ",", " world")
+        added = [driver.add(prompt, max_tokens=8, seed=seed, params=grammar) for seed in range(2)]
+        added.append(driver.add(prompt, max_tokens=8, seed=2, params=SamplingParams(temperature=1.0)))
+        driver.run()
+        return [sequence.output for sequence in added]
+
+    expected = texts(Driver(made))
+    assert texts(WindowDriver(pipelined(made, Recording(), capture=True), window=3)) == expected
+    assert all(re.fullmatch("[a-f]{3,5}", tiny_tokenizer().decode(tokens[:-1])) for tokens in expected[:2])
