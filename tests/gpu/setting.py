@@ -124,7 +124,7 @@ class Setting:
             programs=-(-4 * self.processors // model.num_kv_heads),
         )  # fmt: skip
         if fp8_kv:
-            maker.kv_dtype = "float8_e4m3fn"
+            maker.kv_dtype = "fp8"
         engine = maker.make(blocks, min(model.max_position_embeddings, blocks * config.block_size))
         for tensor in engine.cache.blocks:
             tensor.copy_(torch.randn(tensor.shape, device=tensor.device, dtype=self.dtype))

@@ -9,6 +9,9 @@ import torch
 
 from services.model_facts import read_facts
 from services.plan import Device, Formats, Use, make_plan
+from services.settings import Device as SettingsDevice
+from services.settings import WorkerSettings
+from services.workerd import config_of
 from tests.support.checkpoints import write_tiny
 from worker.config import WorkerConfig
 from worker.cuda.memory import plan_memory
@@ -59,3 +62,14 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.resolved_window, config.resolved_dtype) == (2, "bfloat16")
     with pytest.raises(ConfigError, match=r"--device cuda cannot be used: this torch is a build for CPUs"):
         load_runner(config)
+
+
+def test_options_reach_the_worker(tmp_path: Path) -> None:
+    given = {
+        "gpu_memory_utilization": 0.5, "gpu_memory_fraction": 0.35, "enforce_eager": True, "batch_invariant": True,
+    }  # fmt: skip
+    model = str(write_tiny(tmp_path / "model"))
+    config = config_of(WorkerSettings(run_dir=tmp_path, name="w", model=model, device=SettingsDevice.CUDA, **given))
+    assert {name: getattr(config, name) for name in given} == given
+    assert config.gpu_memory_share == 0.35
+    assert config.kv_cache_memory is None
