@@ -43,3 +43,13 @@ def test_others_spill_nothing(family: str) -> None:
     assert found
     for report in found:
         assert report["spills"] == 0, report
+
+
+def test_fp8_maps_multiply_on_tensor_cores() -> None:
+    found = compiled("sm_90", "FP8 linear map")
+    assert found
+    for report in found:
+        assert report["spills"] == 0, report
+        assert report["products"], report
+        assert report["wide"] > 0, report
+    assert compiled("sm_80", "FP8 linear map") == []  # no E4M3 there

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.oracle.test_same_tokens import STABLE, greedy
+from tests.oracle.test_same_tokens import SOME, SOME_TOKENS, greedy
 from tests.support.ranks import group
 from tests.support.variants import together
 from worker.config import WorkerConfig
@@ -25,6 +25,6 @@ def test_ranks_of_the_default_model(default_model_path: Path, tmp_path: Path, mo
         kv_cache_memory=64 * 2**20,
         tensor_parallel_size=RANKS,
     )
-    requests, expected = greedy(STABLE, 32)
+    requests, expected = greedy(SOME, SOME_TOKENS)
     with group(config, tmp_path / "meeting") as runner:
         assert together(runner, requests, budget=64).outputs == expected

@@ -17,6 +17,7 @@ from worker.cuda.kernels import (
     draw,
     gate,
     linear,
+    linear_fp8,
     narrow,
     norm,
     plan,
@@ -93,6 +94,14 @@ def variants(arch: int) -> Iterator[Variant]:
             family="invariant linear map", shape=f"{model.hidden} to {model.hidden}", kernel=linear.linear_kernel,
             types=_types("bf16") | {"num_tokens": "i32"}, options=linear.OPTIONS,
             constants=linear.linear_constants(outputs=model.hidden, inputs=model.hidden, bias=True),
+        )  # fmt: skip
+        yield Variant(
+            family="FP8 linear map", shape=f"{model.hidden} to {model.hidden}", kernel=linear_fp8.linear_fp8_kernel,
+            types=_types("bf16", x_ptr=FP8, weight_ptr=FP8)
+            | _pointers("fp32", "x_scales weight_scales")
+            | {"num_tokens": "i32"},
+            options=linear_fp8.OPTIONS, needs=FP8_FROM,
+            constants=linear_fp8.linear_fp8_constants(outputs=model.hidden, inputs=model.hidden, bias=True),
         )  # fmt: skip
         yield from _sampling(model)
     yield from _batch(MODELS[0])
