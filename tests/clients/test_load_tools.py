@@ -7,10 +7,27 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.clients.conftest import MODEL
+from tests.clients.conftest import MODEL, Run
 from tests.support.engine_server import EngineServer
 
 VLLM = Path(os.environ.get("SIGNALBOX_PEERS", Path.home() / ".cache" / "signalbox-peers")) / "vllm" / "bin" / "vllm"
+
+
+def test_guidellm(server: EngineServer, run: Run, float32_model: Path, tmp_path: Path):
+    report = tmp_path / "benchmarks.json"
+    run(
+        *("guidellm", "guidellm", "run", "--backend", f"kind=openai_http,target={server.http},model={MODEL}"),
+        *("--profile", "kind=sweep,sweep_size=2", "--constraint", "kind=max_requests,count=4"),
+        *("--tokenizer", f"kind=huggingface_auto,model={float32_model}", "--disable-progress"),
+        *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
+        *("--output", f"kind=json,path={report}"),
+        cwd=tmp_path,
+    )
+    benchmarks = json.loads(report.read_text())["benchmarks"]
+    assert len(benchmarks) == 2
+    for benchmark in benchmarks:
+        assert not benchmark["requests"]["errored"]
+        assert benchmark["requests"]["successful"]
 
 
 def test_vllm_bench_serve(server: EngineServer, float32_model: Path, tmp_path: Path):
