@@ -33,7 +33,7 @@ def numerics(setting: Setting) -> None:
 def same_bits(setting: Setting) -> None:
     """Each kernel 50 times on the same inputs."""
     model, _ = setting.model("8B")
-    scene = Scene(model, setting.backend.device, 16, setting.arch, torch.bfloat16)
+    scene = Scene(model, setting.backend.device, 16, setting.arch, torch.bfloat16, torch.bfloat16)
     times, differ = (2 if setting.dry else 50), []
     with torch.inference_mode():
         for name, case in CASES.items():
