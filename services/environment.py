@@ -12,8 +12,8 @@ from services.settings import FrontendSettings, SchedulerSettings, UpSettings, W
 PREFIX = "SIGNALBOX_"
 # What is read elsewhere: by the model store, the CPU engine's choice, clients, the launcher, scripts and compose.yaml.
 OTHERS = (
-    *("HOME", "CACHE", "CPU_ENGINE", "CPU_LEVEL", "URL", "PYTHON", "TORCH", "BUILD", "COMPOSE", "PEERS", "API_KEY"),
-    *("IMAGE", "PUBLISH", "HTTP_PORT", "GRPC_PORT"),
+    *("HOME", "CACHE", "CPU_ENGINE", "CPU_LEVEL", "URL", "PYTHON", "TORCH", "BUILD", "COMPOSE", "PEERS", "CLIENTS"),
+    *("API_KEY", "IMAGE", "PUBLISH", "HTTP_PORT", "GRPC_PORT"),
 )
 
 
