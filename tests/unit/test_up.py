@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services import up
-from services.settings import Address, SettingsError, UpSettings, WorkerSettings
+from services.settings import Address, ByteSize, SettingsError, UpSettings, WorkerSettings
 
 
 @pytest.mark.parametrize("flag", ["http", "grpc"])
@@ -110,7 +110,8 @@ def test_several_frontends_share_ports_that_are_kept_for_them(tmp_path: Path) ->
 
 def test_the_printed_lines_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    text = up.introduction(UpSettings(), {"http": "127.0.0.1:8123", "grpc": "127.0.0.1:8001"})
+    settings = UpSettings(kv_cache_memory=ByteSize(512 * 2**20))
+    text = up.introduction(settings, {"http": "127.0.0.1:8123", "grpc": "127.0.0.1:8001"})
     lines = text.splitlines()
     at = next(number for number, line in enumerate(lines) if line.strip().startswith("curl"))
     curl = shlex.split("\n".join(lines[at : at + 2]))
