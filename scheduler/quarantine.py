@@ -1,9 +1,9 @@
 """Who may have caused the deaths of workers: such sequences are resumed alone, one at a time, until one is found out.
 
-At a death all sequences in flight are suspected; nobody knows which it was. One that was there at a second death is in
-quarantine: it takes a row only of an empty worker, which nobody joins before it has sampled as many tokens as plans may
-have been in flight at the death. Then it makes way for the next one. The guilty one is thus alone in flight when the
-next worker dies; innocent ones have lost a moment.
+At a death all sequences in flight are suspected; nobody knows which it was. One that was there at a second death, and
+had not gone on since the first, is in quarantine: it takes a row only of an empty worker, which nobody joins before it
+has sampled as many tokens as plans may have been in flight at the death. Then it makes way for the next one. The guilty
+one is thus alone in flight when the next worker dies; innocent ones have lost a moment.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def suspect(state: SchedulerState, worker: Worker, *, silent: bool = False) -> N
     rows = {int(number): int(row) for number, row in in_flight}
     for number, row in rows.items():
         sequence = worker.stay_of(number, row).sequence
+        if worker.batch.stays[row] is worker.stay_of(number, row) and _has_gone_on(worker, sequence):
+            sequence.deaths = 0  # it got past the point of its last death: it was not that which killed
         sequence.deaths += 1
         sequence.lone_deaths += len(rows) == 1 and not silent
         if sequence.deaths >= DEATHS:
@@ -49,12 +51,17 @@ def acquit(state: SchedulerState) -> None:
     for uid, sequence in list(state.suspects.items()):
         if sequence.status is Status.RUNNING:
             worker = state.workers[sequence.worker]
-            if worker.batch.known.item(sequence.row) < len(sequence.tokens) + worker.window:
+            if not _has_gone_on(worker, sequence):
                 continue
             sequence.deaths = DEATHS - 1
         elif sequence.status is Status.WAITING:
             continue
         del state.suspects[uid]
+
+
+def _has_gone_on(worker: Worker, sequence: Sequence) -> bool:
+    """Whether it has sampled as many tokens in its row as plans may have been in flight at its last death."""
+    return worker.batch.known.item(sequence.row) >= len(sequence.tokens) + worker.window
 
 
 def make_way(state: SchedulerState, now: float) -> str | None:

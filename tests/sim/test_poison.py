@@ -112,3 +112,23 @@ def test_suspects_run_together_again_as_soon_as_each_has_run_alone() -> None:
     world.run(world.finished)
     for one in streams:
         one.check()
+
+
+def test_deaths_with_progress_between_them_make_no_suspect() -> None:
+    """Else workers that are killed from outside again and again would be left with one sequence at a time."""
+    world = World(1, CONFIG)
+    frontend = world.add_frontend("f0")
+    streams = [sequence(handle, [handle, 2, 3], output=60) for handle in range(1, 5)]
+    for one in streams:
+        world.at(0.1, partial(frontend.submit, one))
+    for number in range(4):
+        before = sum(len(one.outputs) for one in streams)
+        world.add_worker(f"w{number}", num_blocks=120)
+        world.run(lambda before=before: sum(len(one.outputs) for one in streams) > before + 40)  # type: ignore[misc]
+        world.kill_worker(f"w{number}")
+        world.run(lambda: not world.state.workers)
+        assert not world.state.suspects
+    world.add_worker("w9", num_blocks=120)
+    world.run(world.finished)
+    for one in streams:
+        one.check()
