@@ -193,9 +193,14 @@ def _worker_hello(r: m.WorkerHello) -> None:
     check_range(r, 0, INT32_MAX, "max_drafts")
 
 
+def _ledger(r: m.Ledger) -> None:
+    check_lengths(r, "rows", "digests")
+    check_no_negatives(r, "rows")
+
+
 def _heartbeat(r: m.Heartbeat) -> None:
     check_names(r, "worker")
-    check_range(r, 0, INT64_MAX, "last_plan")
+    check_range(r, 0, INT64_MAX, "last_plan", "rejected")
 
 
 def _freed(r: m.Freed) -> None:
@@ -314,6 +319,7 @@ CHECKS: dict[type, Callable[[Any], None]] = {
     m.SchedulerBeat: _scheduler_beat,
     m.KVGroup: _kv_group,
     m.WorkerHello: _worker_hello,
+    m.Ledger: _ledger,
     m.Heartbeat: _heartbeat,
     m.WorkerFault: _nothing,
     m.Freed: _freed,

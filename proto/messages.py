@@ -342,14 +342,30 @@ class WorkerHello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ledger:
+    """What a worker's batch holds after its last plan, for the scheduler to compare with its own table.
+
+    rows[R]: those that hold a sequence, ascending. digests[R] (int64): proto.ledger.digest of each.
+    """
+
+    rows: Int32
+    digests: Int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """Sent every quarter second, and at once after a Reset, by a thread of its own: a long step is not taken for
     death. One from a worker that the scheduler does not know is answered by a Reset of epoch 0.
+
+    ledger: of a worker that is idle, made once for each last plan. rejected: frames that it could not read since its
+    hello.
     """
 
     worker: str
     last_plan: int
     phase: Phase
+    ledger: Ledger | None = None
+    rejected: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

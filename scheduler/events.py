@@ -71,7 +71,8 @@ class Outgoing(Generic[M]):
 
 @dataclass(slots=True)
 class Actions:
-    """What the service must send, in order: `plans` to workers, `frames` to frontends."""
+    """What the service must send, in order: `plans` to workers, `frames` to frontends; and log: `complaints`."""
 
     plans: list[Outgoing[SchedulerToWorker]] = field(default_factory=list)
     frames: list[Outgoing[SchedulerToFrontend]] = field(default_factory=list)
+    complaints: list[str] = field(default_factory=list)

@@ -39,6 +39,7 @@ def metrics(state: SchedulerState) -> dict[str, float]:
         ("signalbox_sequences_ended_total", totals.ended, "reason"),
         ("signalbox_requests_refused_total", totals.refused, "code"),
         ("signalbox_messages_dropped_total", totals.dropped, "reason"),
+        ("signalbox_audits_total", totals.audits, "result"),
     ):
         for key, count in sorted(counter.items()):
             values[f'{name}{{{label}="{key}"}}'] = count

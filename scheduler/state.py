@@ -85,6 +85,8 @@ class Worker:
     flights: deque[Flight] = field(default_factory=deque)
     next_number: int = 1
     plan_faults: int = 0  # plans that it could not apply since its last result
+    audited: int = -1  # the last plan whose ledger was compared
+    rejected: int = 0  # frames that it could not read, as it last told
     stuck: tuple[int, int, float] | None = None  # idle with plans in flight: its last plan, the oldest, since when
     step_time: StepTime = field(default_factory=StepTime)
     acceptance: float = 1.0  # share of the drafts that were right, smoothed over plans
@@ -116,6 +118,7 @@ class Worker:
         self.flights.clear()
         self.steady = self.stuck = None
         self.next_number = 1
+        self.audited = -1
 
     @property
     def capacity(self) -> int:
@@ -126,6 +129,11 @@ class Worker:
     def open(self) -> bool:
         """Whether one more plan may be issued now."""
         return self.standing is Link.READY and len(self.flights) < self.window
+
+    @property
+    def quiet(self) -> bool:
+        """Whether it has been told everything and has answered it: its table must be the scheduler's then."""
+        return self.standing is Link.READY and not self.flights and not self.leaving
 
     @property
     def num_running(self) -> int:
@@ -211,6 +219,7 @@ class Totals:
     ended: Counter[str] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
+    audits: Counter[str] = field(default_factory=Counter)
 
 
 class SchedulerState:
@@ -243,6 +252,9 @@ class SchedulerState:
         self.departed: dict[str, dict[str, float]] = {}  # counters of frontends that may come back, by link identity
         self.departed_counters: dict[str, float] = {}  # the sum of those before
         self.totals = Totals()
+        self.complaints: list[str] = []  # for people, since the last call of advance
+        self.next_proof = now
+        self.proven_plans = 0  # how many plans there had been when the state was last proven
 
     # --- queries --------------------------------------------------------------------------------------------------
 

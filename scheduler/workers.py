@@ -16,6 +16,7 @@ from proto.messages import (
     WorkerFault,
     WorkerHello,
 )
+from scheduler.audit import drop_books, table_difference, unsound_workers
 from scheduler.batch import Stay
 from scheduler.errors import LedgerError
 from scheduler.events import FromWorker, Outgoing
@@ -52,6 +53,9 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
             lose(state, worker, "the worker is stopping", now, died=False)
         case Heartbeat():
             _confirm(state, worker)
+            _count_rejected(state, worker, message)
+            if found := table_difference(state, worker, message):
+                return reset(state, worker, found, now)
             if _is_stuck(worker, message, now):
                 return reset(state, worker, f"plan {worker.flights[0].number} or its result was lost", now)
         case WorkerFault():
@@ -76,12 +80,22 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
 
 def reset(state: SchedulerState, worker: Worker, cause: str, now: float) -> Replies:
     """Start a new epoch: the worker empties its batch, its sequences wait to be resumed."""
+    state.complaints.append(f"worker {worker.hello.worker} gets a new epoch: {cause}")
     _orphan_all(state, worker, cause, now)
     state.last_epoch += 1
     worker.begin_epoch(state.last_epoch)
     state.totals.epochs_reset += 1
     _note_usable(state, now)
     return [Outgoing(worker.peer, worker.header(state.session), Reset())]
+
+
+def prove(state: SchedulerState, now: float) -> Replies:
+    """With each beat: see unsound_workers. Each of them gets a new epoch."""
+    replies: Replies = []
+    for worker, problem in unsound_workers(state, now):
+        drop_books(worker)
+        replies += reset(state, worker, problem, now)
+    return replies
 
 
 def lose(
@@ -199,6 +213,13 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
         worker.standing = Link.READY
         state.no_worker_since = None
         state.recheck = True
+
+
+def _count_rejected(state: SchedulerState, worker: Worker, beat: Heartbeat) -> None:
+    """A beat that was overtaken says less than one before it."""
+    if beat.rejected > worker.rejected:
+        state.totals.dropped["malformed at a worker"] += beat.rejected - worker.rejected
+        worker.rejected = beat.rejected
 
 
 def _is_stuck(worker: Worker, beat: Heartbeat, now: float) -> bool:

@@ -37,6 +37,7 @@ from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, Pe
 from scheduler.state import Link, SchedulerState
 from services.eventlog import EventLog, Kind
 from services.keys import Gatekeeper
+from services.rejections import Rejections
 from services.run_dir import RunDir, SchedulerLock
 from services.settings import DEFAULT_EVENT_MEMORY, SchedulerSettings, SettingsError
 from services.status_file import TOUCH_INTERVAL, StatusFile
@@ -80,6 +81,7 @@ class SchedulerService:
         self.state = SchedulerState(config, secrets.randbits(62) + 1, started)
         self.due: list[Event] = []  # for the next call of advance, whatever arrives
         self.leaving: set[str] = set()  # workers that have just said that they stop
+        self.rejections = Rejections()
         self.fault_dir = fault_dir or run_dir.path
         try:
             self.events = EventLog(self.state, started, memory=event_memory, record=record)
@@ -147,13 +149,13 @@ class SchedulerService:
         for source in self.sources:
             for peer, data in source.router.receive():
                 if peer is None:
-                    log.warning("frame rejected", why="it has no proper identity")
+                    self.rejections.note("it has no proper identity")
                     yield self._rejected("identity")
                     continue
                 try:
                     header, message = decode(data, source.expected, source.router.max_bytes)
                 except CodecError as error:
-                    log.warning("frame rejected", why=str(error), peer=peer)
+                    self.rejections.note(str(error), peer=peer)
                     yield self._rejected("malformed")
                     continue
                 if isinstance(message, Heartbeat) and message.phase is Phase.STOPPING:
@@ -199,6 +201,8 @@ class SchedulerService:
             else:
                 log.warning("worker lost", peer=peer, epoch=before[peer][0])
         self.leaving.clear()
+        for complaint in actions.complaints:
+            log.warning("fault found", why=complaint)
         for frame in actions.frames:
             refused = frame.message
             if isinstance(refused, Refused):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from proto.messages import StepPlan, StepResult, WorkerHello
+from proto.messages import Ledger, StepPlan, StepResult, WorkerHello
 from services.settings import WorkerSettings
 from services.workerd import PlanRunner, load
 
@@ -29,6 +29,10 @@ class TimedWorker:
     def reset(self) -> None:
         """Empty the batch."""
         self.runner.reset()
+
+    def ledger(self) -> Ledger:
+        """What the batch holds."""
+        return self.runner.ledger()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan."""

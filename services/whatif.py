@@ -254,7 +254,9 @@ class Simulation:
 
     def _beat_of(self, node: _Node) -> Event:
         phase = Phase.EXECUTING if node.free_at > self._now else Phase.IDLE
-        return FromWorker(node.peer, node.link, Heartbeat(worker=node.peer, last_plan=node.last_plan, phase=phase))
+        ledger = node.worker.ledger() if phase is Phase.IDLE else None
+        beat = Heartbeat(worker=node.peer, last_plan=node.last_plan, phase=phase, ledger=ledger)
+        return FromWorker(node.peer, node.link, beat)
 
 
 def _renumbered(requests: list[RequestRecord]) -> tuple[list[Add], list[int], list[list[int]]]:

@@ -11,8 +11,9 @@ import structlog
 import zmq
 
 from proto.codec import CodecError, decode, encode
-from proto.messages import Header, Heartbeat, Phase, Reset, Shutdown, WorkerHello
+from proto.messages import Header, Heartbeat, Ledger, Phase, Reset, Shutdown, WorkerHello
 from services.mailbox import Mailbox
+from services.rejections import Rejections
 from services.status_file import StatusFile
 from services.transport import LAST_WORDS, Dealer, Link, LinkEvent, link_events, milliseconds
 
@@ -26,10 +27,11 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What heartbeats tell of the main thread, which replaces it whole."""
+    """What heartbeats tell of the main thread, which replaces it whole. ledger: once it has been idle for a moment."""
 
     last_plan: int
     phase: Phase
+    ledger: Ledger | None = None
 
 
 class ControlThread(threading.Thread):
@@ -51,6 +53,9 @@ class ControlThread(threading.Thread):
         super().__init__(name="control", daemon=True)
         self.inbox: Mailbox[tuple[Header, Reset | Shutdown]] = Mailbox()
         self.beat = Beat(0, Phase.LOADING)
+        self.rejections = Rejections()
+        self.plan_rejections = Rejections()  # the main thread's
+        self._rejected_before = 0  # the hello
         self._header = Header()  # of the newest Reset
         self._wake: Mailbox[None] = Mailbox()
         self._hello: WorkerHello | None = None
@@ -117,7 +122,7 @@ class ControlThread(threading.Thread):
             try:
                 header, message = decode(data, ORDERS, self._dealer.max_bytes)
             except CodecError as error:
-                log.warning("frame rejected", link="control", why=str(error))
+                self.rejections.note(str(error), link="control")
                 continue
             self.inbox.put((header, message))
             if isinstance(message, Reset):
@@ -129,10 +134,23 @@ class ControlThread(threading.Thread):
         if now < self._next_send or self._hello is None or not self._can_send:
             return
         if self._joined:
-            beat = self.beat
-            told = Heartbeat(worker=self._hello.worker, last_plan=beat.last_plan, phase=beat.phase)
-            self._dealer.send(encode(self._header, told))
+            self._dealer.send(encode(self._header, self._heartbeat(self._hello.worker)))
             self._next_send = now + BEAT_INTERVAL
         else:
+            self._rejected_before = self._rejected
             self._dealer.send(encode(Header(), self._hello))
             self._next_send = now + HELLO_INTERVAL
+
+    @property
+    def _rejected(self) -> int:
+        return self.rejections.count + self.plan_rejections.count
+
+    def _heartbeat(self, worker: str) -> Heartbeat:
+        beat = self.beat
+        return Heartbeat(
+            worker=worker,
+            last_plan=beat.last_plan,
+            phase=beat.phase,
+            ledger=beat.ledger,
+            rejected=self._rejected - self._rejected_before,
+        )

@@ -17,6 +17,7 @@ from proto.messages import (
     GrammarFailed,
     GrammarReady,
     Header,
+    Ledger,
     Phase,
     Reset,
     StepPlan,
@@ -35,6 +36,7 @@ from services.worker_control import Beat, ControlThread
 from worker.config import WorkerConfig
 from worker.errors import ConfigError, PlanError, RanksLost
 
+LEDGER_SECONDS = 0.1  # without a plan, before the ledger is made
 GRAMMAR_SECONDS = 30.0  # from a row's Join until its grammar must be ready; else its request ends with an error
 
 log = structlog.get_logger()
@@ -48,6 +50,8 @@ class PlanRunner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
     def reset(self) -> None: ...
+
+    def ledger(self) -> Ledger: ...
 
     def watch_grammars(self, wake: Callable[[], None]) -> None: ...
 
@@ -98,6 +102,7 @@ class WorkerService:
         self.compiling: dict[int, float] = {}  # sequence whose grammar is not ready -> until when it may take
         self.pipeline: Pipeline | None = None
         self.last_end = 0.0  # when the last launched plan ended
+        self.ledger_due: float | None = None  # when the scheduler is to be told what an idle worker holds
         self.idles = True  # work may be left that waits for an idle moment
         self.refused = ""  # why the scheduler does not want this worker
 
@@ -112,8 +117,10 @@ class WorkerService:
 
     def step(self) -> None:
         """Wait for plans or orders and handle all that are there."""
-        due = min(self.compiling.values(), default=None)
-        rest = None if due is None else milliseconds(due - time.monotonic())
+        dues = [*self.compiling.values()]
+        if self.ledger_due is not None:
+            dues.append(self.ledger_due)
+        rest = milliseconds(min(dues) - time.monotonic()) if dues else None
         while not self.poller.poll(0 if self._may_idle() else rest) and self._may_idle():
             self._idle()
         for data in self.plans.receive():
@@ -123,13 +130,16 @@ class WorkerService:
         self._deliver()
         self.grammars.take()
         self._tell_grammars()
-        self._give_up_grammars(time.monotonic())
+        now = time.monotonic()
+        self._give_up_grammars(now)
+        self._tell_ledger(now)
 
     def take_frame(self, data: bytes) -> None:
         """One frame of the plan link: run the plan that it holds, or tell the scheduler why not."""
         try:
             header, plan = decode(data, (StepPlan,), self.plans.max_bytes)
         except CodecError as error:
+            self.control.plan_rejections.note(str(error), link="plan")
             self._fault(f"a plan that cannot be read: {error}")
         else:
             self._take(header, plan)
@@ -264,6 +274,14 @@ class WorkerService:
     def _tell(self, last_plan: int, phase: Phase) -> None:
         self.last_plan = last_plan
         self.control.beat = Beat(last_plan, phase)
+        self.ledger_due = time.monotonic() + LEDGER_SECONDS if phase is Phase.IDLE else None
+
+    def _tell_ledger(self, now: float) -> None:
+        """Once for each last plan, when nothing has come for a moment: a worker that is busy never makes it."""
+        if self.ledger_due is not None and now >= self.ledger_due:
+            self.ledger_due = None
+            if self.epoch is not None:
+                self.control.beat = Beat(self.last_plan, Phase.IDLE, self.runner.ledger())
 
 
 def load(settings: WorkerSettings) -> PlanRunner:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from proto.messages import Int32, Join, SamplingParams
+from proto.ledger import digest, make_ledger
+from proto.messages import Int32, Join, Ledger, SamplingParams
 from worker.grammar import GrammarRows
 from worker.sampling import SamplingColumns
 
@@ -98,6 +99,15 @@ class Batch:
         self.table_length[:] = 0
         self.table[:] = self.null_block
         self.grammars.reset()
+
+    def ledger(self) -> Ledger:
+        """What the rows hold, for the scheduler to compare while nothing is in flight."""
+
+        def tell(row: int) -> int:
+            blocks = self.table[row, : self.table_length[row]]
+            return digest(self.sequence.item(row), self.num_tokens.item(row), self.computed.item(row), blocks)
+
+        return make_ledger((row, tell(row)) for row in np.flatnonzero(self.sequence != FREE).tolist())
 
     def validate(self) -> None:
         """Proves the invariants of every row; AssertionError names the row."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from proto.messages import Copy, Int32, KVGroup, StepPlan, StepResult, WorkerHello, int32
+from proto.messages import Copy, Int32, KVGroup, Ledger, StepPlan, StepResult, WorkerHello, int32
 from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.cpu.native.choice import load_executor
@@ -70,6 +70,10 @@ class BaseRunner:
     def fail_grammar(self, sequence: int, why: str) -> None:
         """The grammar of this sequence is not ready in time: its row samples nothing, and a report says so."""
         self.batch.grammars.fail(sequence, why)
+
+    def ledger(self) -> Ledger:
+        """What the batch holds. Nothing may be in flight."""
+        return self.batch.ledger()
 
     def reset(self) -> None:
         """Empties the batch, for a new epoch."""

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from proto.messages import SamplingParams, StepPlan, StepResult, TokenFrame, WorkerHello
+from proto.messages import Ledger, SamplingParams, StepPlan, StepResult, TokenFrame, WorkerHello
 from scheduler.config import SchedulerConfig
 from services.bench.latency import Spread
 from services.bench.simulated_worker import SimulatedWorker, WorkerModel
@@ -101,6 +101,10 @@ class WatchedEngine:
     def reset(self) -> None:
         """The engine's."""
         self.engine.reset()
+
+    def ledger(self) -> Ledger:
+        """The engine's."""
+        return self.engine.ledger()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """The engine's, perhaps with another time."""

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from proto.messages import FinishReason, Freed, KVGroup, StepPlan, StepResult, WorkerHello, int32
+from proto.ledger import digest, make_ledger
+from proto.messages import FinishReason, Freed, KVGroup, Ledger, StepPlan, StepResult, WorkerHello, int32
 
 EOS = 0
 TOKEN = 1  # what it samples anywhere else
@@ -102,6 +103,13 @@ class SimulatedWorker:
     def reset(self) -> None:
         """Empty the batch."""
         self.rows.clear()
+
+    def ledger(self) -> Ledger:
+        """What its rows hold."""
+        return make_ledger(
+            (index, digest(row.sequence, row.known, row.computed, int32(row.blocks)))
+            for index, row in sorted(self.rows.items())
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Apply one plan; the result's `seconds` is the virtual time that it took."""

@@ -24,6 +24,7 @@ from proto.messages import (
     Header,
     Heartbeat,
     Int32,
+    Ledger,
     Phase,
     Refused,
     Reset,
@@ -74,6 +75,7 @@ class Engine(Protocol):
 
     def hello(self, name: str) -> WorkerHello: ...
     def reset(self) -> None: ...
+    def ledger(self) -> Ledger: ...
     def execute(self, plan: StepPlan) -> StepResult: ...
 
 
@@ -180,7 +182,8 @@ class Simulation:
     def _heartbeat(self) -> Event:
         self._at(self.now + BEAT_SECONDS, self._heartbeat)
         phase = Phase.EXECUTING if self._worker_free_at > self.now else Phase.IDLE
-        beat = Heartbeat(worker=WORKER, last_plan=self._last_plan, phase=phase)
+        ledger = self.worker.ledger() if phase is Phase.IDLE else None
+        beat = Heartbeat(worker=WORKER, last_plan=self._last_plan, phase=phase, ledger=ledger)
         return FromWorker(WORKER, self._worker_link, beat)
 
     def _frontend_beat(self) -> Event:

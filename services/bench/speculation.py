@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from proto.messages import Int32, SamplingParams, StepPlan, StepResult, TokenFrame, WorkerHello, int32
+from proto.messages import Int32, Ledger, SamplingParams, StepPlan, StepResult, TokenFrame, WorkerHello, int32
 from scheduler.config import SchedulerConfig
 from services.bench.simulated_worker import WorkerModel
 from services.bench.simulation import Engine, Simulation
@@ -87,6 +87,10 @@ class Side:
     def reset(self) -> None:
         """Empty the batch."""
         self.engine.reset()
+
+    def ledger(self) -> Ledger:
+        """The engine's."""
+        return self.engine.ledger()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan; only steps without prompts count."""

@@ -36,6 +36,7 @@ from services.frontend.types import RequestRefused, TokenLogprob
 from services.transport import Link
 
 BEAT_INTERVAL = 0.5  # seconds
+REJECTED = 'signalbox_messages_dropped_total{reason="malformed at a frontend"}'
 NO_LOGPROBS: dict[int, TokenLogprob] = {}
 SILENCE = 2.0  # seconds without a SchedulerBeat after which the engine is not ready
 
@@ -144,9 +145,13 @@ class EngineClient:
     def metrics(self) -> dict[str, float]:
         """See Engine."""
         totals = dict(self._beat.frontend_totals) if self._beat is not None else {}
-        for name, value in self._counters().items():
+        for name, value in self._own_counters().items():
             totals[name] = totals.get(name, 0.0) + value
         return {**self._beat.metrics, **totals} if self._beat is not None else totals
+
+    def _own_counters(self) -> dict[str, float]:
+        """Of this process: its link's beside those that it was given."""
+        return {**self._counters(), REJECTED: float(self._link.rejections.count)}
 
     # --- asked by streams ---------------------------------------------------------------------------------------
 
@@ -297,7 +302,7 @@ class EngineClient:
             if self._header is None:
                 self._link.send(Header(), FrontendHello(frontend=self._name))
             else:
-                self._send(FrontendBeat(counters=dict(self._counters())))
+                self._send(FrontendBeat(counters=self._own_counters()))
             if self._given_up():
                 self._end_open(f"the engine was not reachable for {self._recovery_timeout:g} s")
 

@@ -11,15 +11,13 @@ from collections.abc import Callable
 from contextvars import copy_context
 from enum import Enum
 
-import structlog
 import zmq
 
 from proto.codec import SCHEDULER_TO_FRONTEND, CodecError, decode, encode
 from proto.messages import FrontendToScheduler, Header, SchedulerToFrontend
 from services.mailbox import Mailbox
+from services.rejections import Rejections
 from services.transport import LAST_WORDS, Dealer, Link, LinkEvent, link_events, new_identity
-
-log = structlog.get_logger()
 
 
 class LinkState(Enum):
@@ -50,6 +48,7 @@ class LinkThread(threading.Thread):
         self._lock = threading.Lock()
         self._inbox: list[Incoming] = []  # guarded by _lock; the loop is woken when it was empty
         self._stopping = False
+        self.rejections = Rejections()
         # Log lines of the thread, and of what it wakes, say what those of its maker say.
         self._thread_context, self._loop_context = copy_context(), copy_context()
 
@@ -94,7 +93,7 @@ class LinkThread(threading.Thread):
             try:
                 came.append(decode(data, SCHEDULER_TO_FRONTEND, self._dealer.max_bytes))
             except CodecError as error:
-                log.error("frame rejected", why=str(error))
+                self.rejections.note(str(error))
         return came
 
     def _flush(self) -> list[Incoming]:

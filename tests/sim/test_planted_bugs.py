@@ -214,6 +214,11 @@ def the_reported_blocks_are_not_compared(patch: Patch) -> None:
 
 
 @plant
+def an_audit_does_not_wait_for_results(patch: Patch) -> None:
+    patch.setattr(Worker, "quiet", property(lambda worker: worker.standing is Link.READY))
+
+
+@plant
 def a_lost_workers_sequences_are_forgotten(patch: Patch) -> None:
     patch.setattr(workers, "_orphan_all", lambda *args: None)
 

@@ -20,6 +20,7 @@ from proto.messages import (
     GrammarReady,
     Header,
     Heartbeat,
+    Ledger,
     Logprobs,
     Phase,
     Refused,
@@ -48,6 +49,7 @@ class PlanRunner(Protocol):
     def hello(self, worker_id: str) -> WorkerHello: ...
     def execute(self, plan: StepPlan) -> StepResult: ...
     def reset(self) -> None: ...
+    def ledger(self) -> Ledger: ...
     def grammar_reports(self) -> Sequence[GrammarReady | GrammarFailed]: ...
 
 
@@ -112,6 +114,8 @@ class LocalEngine:
             self.step()
         worker = self.state.workers[WORKER]
         assert worker.pool.used == 0
+        assert self.state.totals.audits["agrees"] > 0
+        assert not self.state.totals.audits["differs"]
 
     def step(self) -> None:
         """Give one result back, or let time pass."""
@@ -120,11 +124,18 @@ class LocalEngine:
         told = [FromWorker(WORKER, self.worker_header, report) for report in self.runner.grammar_reports()]
         if self.results:
             header, result = self.results.popleft()
-            self._feed([beat, *told, FromWorker(WORKER, header, result)])
+            self._feed([beat, *told, FromWorker(WORKER, header, result), *self._account(header.number)])
         elif told:
             self._feed([beat, *told])
         else:
             self._feed([beat, Tick()])
+
+    def _account(self, number: int) -> list[Event]:
+        """The ledger, when the last plan that was sent is this one; the scheduler compares it unless a row leaves."""
+        if self.results:
+            return []
+        beat = Heartbeat(worker=WORKER, last_plan=number, phase=Phase.IDLE, ledger=self.runner.ledger())
+        return [FromWorker(WORKER, self.worker_header, beat)]
 
     def _send(self, message: FrontendToScheduler) -> None:
         self._feed([FromFrontend(FRONTEND, self.frontend_header, message)])

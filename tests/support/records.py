@@ -54,6 +54,12 @@ def handle_columns(size: int | None = None, least: int = 0) -> st.SearchStrategy
     return st.lists(handles, min_size=least if size is None else size, max_size=most).map(m.int64)
 
 
+@st.composite
+def ledgers(draw: st.DrawFn) -> m.Ledger:
+    rows = draw(columns(ids))
+    return m.Ledger(rows=rows, digests=draw(handle_columns(len(rows))))
+
+
 def tuples(item: st.SearchStrategy[Any], least: int = 0, most: int = 3) -> st.SearchStrategy[tuple[Any, ...]]:
     return st.lists(item, min_size=least, max_size=most).map(tuple)
 
@@ -290,7 +296,12 @@ RECORDS: dict[type, st.SearchStrategy[Any]] = {
         device=names,
     ),
     m.Heartbeat: st.builds(
-        m.Heartbeat, worker=names, last_plan=st.integers(0, INT64_MAX), phase=st.sampled_from(m.Phase)
+        m.Heartbeat,
+        worker=names,
+        last_plan=st.integers(0, INT64_MAX),
+        phase=st.sampled_from(m.Phase),
+        ledger=st.none() | ledgers(),
+        rejected=st.integers(0, INT64_MAX),
     ),
     m.WorkerFault: st.builds(m.WorkerFault, message=st.text(max_size=20), executing=st.booleans()),
     m.StepResult: step_results(),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from proto.messages import GrammarFailed, GrammarReady, StepPlan, StepResult, WorkerHello
+from proto.messages import GrammarFailed, GrammarReady, Ledger, StepPlan, StepResult, WorkerHello
 from tests.support.checkpoints import write_tiny
 from worker.config import WorkerConfig
 from worker.runner import Runner
@@ -55,6 +55,10 @@ class SmallPool:
         """The runner's, once nothing is being compiled."""
         self.runner.batch.grammars.settle()
         return self.runner.grammar_reports()
+
+    def ledger(self) -> Ledger:
+        """The runner's."""
+        return self.runner.ledger()
 
     def reset(self) -> None:
         """Empties the batch."""

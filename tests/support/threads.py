@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from proto.messages import GrammarFailed, GrammarReady, StepPlan, StepResult, WorkerHello
+from proto.messages import GrammarFailed, GrammarReady, Ledger, StepPlan, StepResult, WorkerHello
 from scheduler.config import SchedulerConfig
 from services.bench.faults.strict_worker import StrictWorker
 from services.mailbox import Mailbox
@@ -63,6 +63,9 @@ class SimRunner:
         """As another thread of the worker would."""
         self.reports.append(report)
         self.wake()
+
+    def ledger(self) -> Ledger:
+        return self.sim.ledger()
 
     def reset(self) -> None:
         self.resets += 1

@@ -108,6 +108,20 @@ async def test_gauges_are_zero_after_a_mass_abort(busy):
     assert after["vllm:request_success_total"] - before["vllm:request_success_total"] == STREAMS
 
 
+def audits(server: EngineServer) -> dict[str, float]:
+    families = text_string_to_metric_families(str(server.get("/metrics").body))
+    found = [sample for family in families if family.name == "signalbox_audits" for sample in family.samples]
+    return {sample.labels["result"]: sample.value for sample in found}
+
+
+def test_an_idle_engine_audits_itself(busy):
+    before = audits(busy).get("agrees", 0)
+    assert busy.complete("Hello", max_tokens=5).status == 200
+    wait_for(lambda: audits(busy).get("agrees", 0) > before, "the worker's ledger")
+    wait_for(lambda: audits(busy).get("sound", 0) > 0, "the proof of the scheduler's state")
+    assert audits(busy).keys() == {"agrees", "sound"}
+
+
 def test_an_operator_can_ask_for_a_requests_story(busy):
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 3, "request_id": "story-1", "n": 2}
     assert busy.post("/v1/completions", body).status == 200

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from proto.messages import Add, End, FinishReason, RefusalCode, SamplingParams, SequenceStart, int32
+from proto.codec import encode
+from proto.messages import Add, End, FinishReason, RefusalCode, SamplingParams, SchedulerBeat, SequenceStart, int32
 from scheduler.events import PeerLost
+from services import schedulerd
 from services.bench.faults.strict_worker import EOS, expected_output, token_at
 from services.frontend.engine import EngineClient
 from services.frontend.streams import Stream
@@ -41,6 +43,9 @@ async def client_of(run_dir: RunDir, recovery_timeout: float = 20.0) -> AsyncIte
         yield client
     finally:
         await client.stop()
+
+
+REJECTED = 'signalbox_messages_dropped_total{reason="malformed at a frontend"}'
 
 
 async def until(condition) -> None:
@@ -255,3 +260,20 @@ async def test_a_frontend_that_goes_takes_its_requests_along(run_dir):
             await until(lambda: runner.executed > 3)
         assert (await collect_rest(stream))[1][0].reason is FinishReason.UNAVAILABLE
         await until(lambda: not any(w.running for w in scheduler.state.workers.values()))
+
+
+async def test_frames_that_a_frontend_cannot_read_are_counted_for_all_to_see(run_dir, monkeypatch):
+    garbled = []
+
+    def garble_a_beat(header, message):
+        if not garbled and isinstance(message, SchedulerBeat):
+            garbled.append(message)
+            return b"no frame"
+        return encode(header, message)
+
+    monkeypatch.setattr(schedulerd, "encode", garble_a_beat)
+    with scheduler_thread(run_dir) as scheduler:
+        async with client_of(run_dir) as client:
+            await until(lambda: client.metrics()[REJECTED] == 1)
+            frontends = scheduler.state.frontends
+            await until(lambda: [one.counters.get(REJECTED) for one in list(frontends.values())] == [1])

@@ -94,6 +94,7 @@ GOOD: list[Any] = [
     m.GrammarReady(sequences=m.int64([5])), m.GrammarFailed(sequence=5, message=""),
     m.WorkerFault(message=""), m.Reset(), m.Shutdown(reason=""), m.Copy(group=0, source=1, target=2),
     m.SetWeights(version=1, path="/w"), m.LoadAdapter(name="a", path="/a"),
+    m.Ledger(rows=m.int32([0]), digests=m.int64([-7])),
     m.Transfer(group=0, peer="p", blocks=m.int32()), m.NewBlocks(counts=m.int32(), ids=m.int32()),
 ]  # fmt: skip
 GOOD_BY_TYPE = {type(record): record for record in GOOD}
@@ -170,6 +171,9 @@ def test_every_record_has_a_check_and_a_good_example() -> None:
         (m.WorkerHello, "fingerprint", [""]),
         (m.WorkerHello, "window", [0]),
         (m.Heartbeat, "last_plan", [-1]),
+        (m.Heartbeat, "rejected", [-1]),
+        (m.Ledger, "rows", [m.int32([-1])]),
+        (m.Ledger, "digests", [m.int64()]),
         (m.Freed, "counts", [m.int32(), m.int32([-1])]),
         (m.Freed, "ids", [m.int32([11]), m.int32([11, -1])]),
         (m.StepResult, "rows", [m.int32([0, -1])]),

@@ -10,6 +10,7 @@ import pytest
 import zmq
 
 from proto.codec import WORKER_TO_SCHEDULER, decode, encode
+from proto.ledger import difference, digest, make_ledger
 from proto.messages import (
     Freed,
     GrammarFailed,
@@ -93,6 +94,14 @@ class Scripted:
         self.order(header, Reset())
         self.confirmed(header)
         return header
+
+    def accounted(self, number: int) -> Heartbeat:
+        """The first heartbeat with a ledger after this plan."""
+        while True:
+            beat = self.expect(self.control, Heartbeat)[1]
+            assert isinstance(beat, Heartbeat)
+            if beat.last_plan == number and beat.ledger is not None:
+                return beat
 
     def confirmed(self, header: Header) -> None:
         """Wait for a heartbeat of this epoch."""
@@ -265,3 +274,29 @@ def test_a_grammar_that_is_not_ready_in_time_fails_alone(scheduler, worker, runn
     scheduler.order(replace(header, number=3), EMPTY)
     scheduler.expect(scheduler.plans, StepResult)
     assert worker.compiling == {}
+
+
+def test_an_idle_worker_tells_what_its_rows_hold(scheduler, worker, runner):
+    header = scheduler.join()
+    scheduler.order(replace(header, number=1), replace(EMPTY, joins=(join_of(3, 1),)))
+    beat = scheduler.accounted(1)
+    assert difference(beat.ledger, make_ledger([(1, digest(3, known=2, computed=0, blocks=int32([1])))])) is None
+    runner.hold.clear()
+    scheduler.order(replace(header, number=2), EMPTY)
+    while (beat := scheduler.expect(scheduler.control, Heartbeat)[1]).phase is Phase.IDLE:
+        pass
+    assert beat.ledger is None
+    runner.hold.set()
+    assert scheduler.accounted(2).ledger.rows.tolist() == [1]
+
+
+def test_frames_that_a_worker_cannot_read_are_counted_in_its_heartbeats(scheduler, worker):
+    scheduler.join()
+    for router in (scheduler.control, scheduler.control, scheduler.plans):
+        assert router.send(scheduler.peer, b"no frame")
+    while scheduler.expect(scheduler.control, Heartbeat)[1].rejected < 3:
+        pass
+    scheduler.order(Header(session=10), Reset())
+    header = scheduler.join(epoch=7)
+    scheduler.confirmed(header)
+    assert scheduler.expect(scheduler.control, Heartbeat)[1].rejected == 0

@@ -113,6 +113,7 @@ class Audit:
         self.flights: dict[tuple[str, int], deque[tuple[int, set[int]]]] = {}  # plans without a result, and whose
         self.alone: Counter[int] = Counter()  # uid -> epochs that ended while it was alone in flight
         self.wrong: list[StepResult] = []  # answers that are at odds with the books
+        self.tampered = False  # tables were tampered with: the scheduler's own audit may find something
         self._told: dict[str, Header] = {}  # worker -> what its last Reset said
         self._must_reset: set[tuple[str, int]] = set()
         self.steps = 0
@@ -146,6 +147,8 @@ class Audit:
         self._follow_flights()
         kept = [w for w in self.state.workers.values() if (w.peer, w.epoch) in self._must_reset]
         _check(not kept, f"a worker whose report differs from the books keeps its epoch: {[w.peer for w in kept]}")
+        audits = self.state.totals.audits
+        _check(self.tampered or not audits["differs"] + audits["unsound"], f"a false alarm: {actions.complaints}")
         self._queue(set(joined))
         for frame in actions.frames:
             self._frame(frame.peer, frame.header, frame.message)

@@ -139,7 +139,8 @@ class WorkerNode(Process):
         if self.joined and self.connected:
             if phase is None:
                 phase = Phase.EXECUTING if self.world.now < self.busy_until else Phase.IDLE
-            self._send(Heartbeat(worker=self.name, last_plan=self.last_plan, phase=phase))
+            ledger = self.worker.ledger() if phase is Phase.IDLE and self.epoch is not None else None
+            self._send(Heartbeat(worker=self.name, last_plan=self.last_plan, phase=phase, ledger=ledger))
 
     def fault(self, message: str, *, executing: bool = False) -> None:
         """Empty the batch, say why, and wait for a new epoch."""

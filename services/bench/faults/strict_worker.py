@@ -8,7 +8,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from proto.messages import Copy, FinishReason, Freed, Int64, Join, KVGroup, StepPlan, StepResult, WorkerHello, int32
+from proto.ledger import digest, make_ledger
+from proto.messages import (
+    Copy,
+    FinishReason,
+    Freed,
+    Int64,
+    Join,
+    KVGroup,
+    Ledger,
+    StepPlan,
+    StepResult,
+    WorkerHello,
+    int32,
+)
 
 VOCAB = 1000
 EOS = 7
@@ -105,6 +118,13 @@ class StrictWorker:
         self.memory[:] = UNWRITTEN
         self.tables[:] = 0
         self.next_number = 1
+
+    def ledger(self) -> Ledger:
+        """What its rows hold."""
+        return make_ledger(
+            (index, digest(row.join.sequence, len(row.tokens), row.computed, int32(row.blocks)))
+            for index, row in sorted(self.rows.items())
+        )
 
     def execute(self, number: int, plan: StepPlan) -> StepResult:
         """Apply one plan. Raises PlanViolation."""

@@ -150,6 +150,13 @@ class World:
             self._fault("worker raised", name)
             node.fault("it raised", executing=True)
 
+    def tamper(self, name: str, change: Callable[[StrictWorker], object]) -> None:
+        """A worker's table is changed, by no plan."""
+        self._fault("table tampered with", name)
+        if self.engine is not None:
+            self.engine.audit.tampered = True
+        change(self.workers[name].worker)
+
     def drain_worker(self, name: str) -> None:
         """SIGTERM: its last heartbeat says so."""
         node = self.workers.pop(name, None)

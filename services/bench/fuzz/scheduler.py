@@ -140,7 +140,9 @@ class SchedulerStage:
         if self.worker_header.epoch == 0:
             self._say(control, WORKER, Header(), self.worker.hello())
         else:
-            self._say(control, WORKER, self.worker_header, Heartbeat(worker="w", last_plan=0, phase=Phase.IDLE))
+            last_plan, ledger = self.worker.next_number - 1, self.worker.ledger()
+            beat = Heartbeat(worker="w", last_plan=last_plan, phase=Phase.IDLE, ledger=ledger)
+            self._say(control, WORKER, self.worker_header, beat)
         if self.frontend_header.link == 0:
             self._say(frontends, FRONTEND, Header(), FrontendHello(frontend="f"))
         else:

@@ -1,0 +1,82 @@
+"""The audit: an idle worker's ledger is compared with its table here, and the idle scheduler proves its own state.
+
+Nothing is repaired: what differs is told to people and counted, and the worker gets a new epoch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvpool.pool import BlockPool, PoolError
+from proto.ledger import difference, digest, make_ledger
+from proto.messages import Heartbeat, Ledger, Phase
+from scheduler.errors import SchedulerError
+from scheduler.state import SchedulerState, Worker, validate_worker
+
+PROOF_SECONDS = 10.0  # at least so long between two proofs of the whole state
+PROOF_BLOCKS = 2**17  # of all workers: more would take longer to prove than a request may wait
+
+
+def table_difference(state: SchedulerState, worker: Worker, beat: Heartbeat) -> str | None:
+    """What an idle worker's ledger has other than its table here, or None. Compared once for each last plan."""
+    if beat.ledger is None or beat.phase is not Phase.IDLE or beat.last_plan == worker.audited:
+        return None
+    if not worker.quiet or beat.last_plan != worker.next_number - 1:
+        return None
+    worker.audited = beat.last_plan
+    found = difference(beat.ledger, own_ledger(worker))
+    state.totals.audits["differs" if found else "agrees"] += 1
+    return found and f"its table differs after plan {beat.last_plan}: {found}"
+
+
+def own_ledger(worker: Worker) -> Ledger:
+    """The ledger that a quiet worker must tell."""
+    batch = worker.batch
+
+    def tell(row: int) -> int:
+        blocks = batch.blocks[row, : batch.told[row]]
+        return digest(batch.stay_in(row).sequence.uid, batch.known.item(row), batch.retired.item(row), blocks)
+
+    return make_ledger((row, tell(row)) for row in np.flatnonzero(batch.active).tolist())
+
+
+def unsound_workers(state: SchedulerState, now: float) -> list[tuple[Worker, str]]:
+    """Prove the whole state while no plan is in flight and nobody waits, if plans were sent since the last proof.
+
+    Returns the workers whose books do not balance, each with why. What else is wrong is told as a complaint.
+    """
+    if now < state.next_proof or state.proven_plans == state.totals.plans or not _may_prove(state):
+        return []
+    state.next_proof, state.proven_plans = now + PROOF_SECONDS, state.totals.plans
+    try:
+        state.validate()
+    except (SchedulerError, PoolError) as error:
+        state.totals.audits["unsound"] += 1
+        found = [(worker, problem) for worker in state.workers.values() if (problem := _problem(worker))]
+        if not found:
+            state.complaints.append(f"the scheduler's state is not sound: {error}")
+        return found
+    state.totals.audits["sound"] += 1
+    return []
+
+
+def drop_books(worker: Worker) -> None:
+    """Its pool is not to be trusted: as its epoch ends, no block is given back or kept for its content."""
+    batch = worker.batch
+    worker.pool = BlockPool(worker.pool.num_blocks, worker.pool.block_size)
+    batch.held[:] = batch.told[:] = 0
+    batch.registered[:] = batch.limit
+
+
+def _may_prove(state: SchedulerState) -> bool:
+    workers = state.workers.values()
+    few = sum(worker.pool.num_blocks for worker in workers) <= PROOF_BLOCKS
+    return few and not state.waiting and all(worker.quiet for worker in workers)
+
+
+def _problem(worker: Worker) -> str:
+    try:
+        validate_worker(worker)
+    except (SchedulerError, PoolError) as error:
+        return f"its books here are not sound: {error}"
+    return ""
