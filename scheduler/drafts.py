@@ -13,7 +13,6 @@ from proto.messages import Int32, Int64, StepResult, int32
 from scheduler.batch import Bools, RowBatch
 from scheduler.state import Flight, Totals, Worker
 
-NONE = int32()
 SMOOTHING = 0.1  # weight of the newest plan in a worker's acceptance
 HOPE = 0.002  # how far a plan without drafts moves it back towards 1, so that they are tried again
 
@@ -26,20 +25,20 @@ def grant_drafts(worker: Worker, rows: Int64, counts: Int32, budget: int) -> Int
     """
     batch, most = worker.batch, worker.hello.max_drafts
     if not most or budget <= 0 or not len(rows):
-        return NONE
+        return int32()
     ends, length = batch.issued[rows] + counts, batch.known[rows] + batch.sampling[rows]
     may = batch.may_draft[rows] & (counts == 1) & (ends == length)
     wanted = np.where(may, np.clip(batch.limit[rows] - length - 1, 0, most), 0)
     asking = int(np.count_nonzero(wanted))
     if not asking:
-        return NONE
+        return int32()
     if worker.acceptance < worker.step_time.share_of_one(asking):
         worker.acceptance += HOPE * (1.0 - worker.acceptance)
-        return NONE
+        return int32()
     wanted = np.minimum(wanted, budget // asking)
     _take_blocks(worker, rows, ends + wanted)
     granted = np.minimum(wanted, batch.held[rows] * batch.block_size - ends).astype(np.int32)
-    return granted if granted.any() else NONE
+    return granted if granted.any() else int32()
 
 
 def _take_blocks(worker: Worker, rows: Int64, ends: Int32) -> None:
