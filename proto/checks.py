@@ -218,8 +218,9 @@ def _step_result(r: m.StepResult) -> None:
     check_no_negatives(r, "rows", "counts", "tokens", "finite", "reasons")
     check_counts(r.counts, r.tokens, "tokens")
     check_range(r, 0, INT32_MAX, "weights_version")
-    if r.seconds < 0:
-        raise CodecError("seconds", f"must not be negative, not {r.seconds}")
+    for name in ("seconds", "kernel_seconds", "limit_seconds"):
+        if getattr(r, name) < 0:
+            raise CodecError(name, f"must not be negative, not {getattr(r, name)}")
     _check_logprob_rows(r.logprobs, len(r.rows))
     if len(r.drafts):
         check_lengths(r, "rows", "drafts")

@@ -427,6 +427,8 @@ class StepResult:
     freed: tuple[Freed, ...]
     logprobs: Logprobs | None = None
     drafts: Int32 = field(default_factory=int32)
+    kernel_seconds: float = 0.0  # of `seconds`, those in which the device computed; 0: not known
+    limit_seconds: float = 0.0  # what its bytes and multiply-adds take at the machine's limits; 0: not known
 
 
 # --- scheduler -> worker ------------------------------------------------------------------------------------------

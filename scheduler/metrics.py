@@ -43,6 +43,8 @@ def metrics(state: SchedulerState) -> dict[str, float]:
     ):
         for key, count in sorted(counter.items()):
             values[f'{name}{{{label}="{key}"}}'] = count
+    for part, seconds in totals.step_seconds.items():
+        values[f'signalbox_step_seconds_total{{part="{part}"}}'] = seconds
     for place, count in sorted(totals.accepted.items()):
         values[f'signalbox_spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}}'] = count
     values.update(totals.queue_time.samples("signalbox_request_queue_time_seconds"))

@@ -16,7 +16,7 @@ from scheduler.queue import OUTPUT_WEIGHT, PROMPT_WEIGHT
 from scheduler.sequence import LogprobEntry
 from scheduler.state import Flight, SchedulerState, Worker
 from scheduler.steady import Piece, Steady, apply_steady, is_steady
-from scheduler.timing import note_first_tokens
+from scheduler.timing import note_first_tokens, note_parts
 
 _REASONS = {int(reason): reason for reason in FinishReason}
 RATE_SMOOTHING = 0.1  # weight of the newest plan in tokens_per_second
@@ -31,7 +31,7 @@ def apply_result(state: SchedulerState, worker: Worker, header: Header, result: 
     if flight.steady is not None and flight.steady is worker.steady and is_steady(flight.steady, result):
         worker.flights.popleft()
         _apply_steady(state, worker, flight.steady, result)
-        _measure(state, worker, flight, result)
+        _measure(state, worker, flight, result, now)
         return
     if not np.array_equal(result.rows, flight.column):
         raise LedgerError(f"plan {flight.number} had rows {flight.rows.tolist()}, its result {result.rows.tolist()}")
@@ -47,7 +47,7 @@ def apply_result(state: SchedulerState, worker: Worker, header: Header, result: 
     _end_rows(state, worker, flight, result, np.flatnonzero(stopping & current), now)
     for stay in flight.leaves:
         del worker.departed[stay.number]
-    _measure(state, worker, flight, result)
+    _measure(state, worker, flight, result, now)
 
 
 # --- applying -----------------------------------------------------------------------------------------------------
@@ -162,8 +162,9 @@ def _add_logprobs(worker: Worker, flight: Flight, columns: Logprobs | None, curr
         at = last
 
 
-def _measure(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult) -> None:
+def _measure(state: SchedulerState, worker: Worker, flight: Flight, result: StepResult, now: float) -> None:
     if result.seconds > 0 and len(flight.rows):
+        note_parts(state.totals.step_seconds, worker, flight, result, now)
         tokens = flight.tokens + int(result.drafts.sum())
         worker.step_time.observe(tokens, result.seconds)
         rate = len(result.tokens) / result.seconds

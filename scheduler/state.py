@@ -89,6 +89,7 @@ class Worker:
     rejected: int = 0  # frames that it could not read, as it last told
     stuck: tuple[int, int, float] | None = None  # idle with plans in flight: its last plan, the oldest, since when
     step_time: StepTime = field(default_factory=StepTime)
+    heard_at: float = 0.0  # when its last result was applied
     acceptance: float = 1.0  # share of the drafts that were right, smoothed over plans
 
     @classmethod
@@ -199,6 +200,10 @@ class Frontend:
     counters: dict[str, float] = field(default_factory=dict)
 
 
+# What steps took, by what it is due to: see note_parts in timing.py.
+STEP_PARTS = ("limit", "kernels", "worker", "wire")
+
+
 @dataclass(slots=True)
 class Totals:
     """Counters since the scheduler began."""
@@ -214,6 +219,7 @@ class Totals:
     accepted: Counter[int] = field(default_factory=Counter)  # draft tokens that were right, by place in their run
     worker_losses: int = 0
     epochs_reset: int = 0
+    step_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STEP_PARTS, 0.0))
     queue_time: Histogram = field(default_factory=Histogram)
     prefill_time: Histogram = field(default_factory=Histogram)
     ended: Counter[str] = field(default_factory=Counter)

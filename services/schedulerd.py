@@ -10,7 +10,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +26,7 @@ from proto.messages import (
     Message,
     Phase,
     Refused,
+    SchedulerBeat,
     StepPlan,
     StepResult,
     WorkerFault,
@@ -37,6 +38,7 @@ from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, Pe
 from scheduler.state import Link, SchedulerState
 from services.eventlog import EventLog, Kind
 from services.keys import Gatekeeper
+from services.own_part import OwnPart
 from services.rejections import Rejections
 from services.run_dir import RunDir, SchedulerLock
 from services.settings import DEFAULT_EVENT_MEMORY, SchedulerSettings, SettingsError
@@ -82,6 +84,7 @@ class SchedulerService:
         self.due: list[Event] = []  # for the next call of advance, whatever arrives
         self.leaving: set[str] = set()  # workers that have just said that they stop
         self.rejections = Rejections()
+        self.own_part = OwnPart()
         self.fault_dir = fault_dir or run_dir.path
         try:
             self.events = EventLog(self.state, started, memory=event_memory, record=record)
@@ -114,7 +117,7 @@ class SchedulerService:
         self.events.begin(now)
         try:
             actions = advance(self.state, events or [Tick()], now)
-            self._send(actions)
+            self._send(actions, now)
         except Exception as error:
             self.save_events(self.fault_dir, f"fault: {type(error).__name__}: {error}")
             raise
@@ -171,12 +174,20 @@ class SchedulerService:
         self.events.note(kind, peer)
         self.due.append(event)
 
-    def _send(self, actions: Actions) -> None:
+    def _send(self, actions: Actions, begun: float) -> None:
         for plan in actions.plans:
-            router = self.plans if isinstance(plan.message, StepPlan) else self.control
-            self._send_one(router, plan.peer, plan.header, plan.message)
+            if not isinstance(plan.message, StepPlan):
+                self._send_one(self.control, plan.peer, plan.header, plan.message)
+                continue
+            self._send_one(self.plans, plan.peer, plan.header, plan.message)
+            flights = self.state.workers[plan.peer].flights
+            if flights and flights[0].number == plan.header.number:  # nothing else was in flight: the worker waited
+                self.own_part.spend(time.monotonic() - begun)
         for frame in actions.frames:
-            self._send_one(self.frontends, frame.peer, frame.header, frame.message)
+            message = frame.message
+            if isinstance(message, SchedulerBeat):
+                message = replace(message, metrics=self.own_part.split(message.metrics))
+            self._send_one(self.frontends, frame.peer, frame.header, message)
 
     def _send_one(self, router: Router, peer: str, header: Header, message: Message) -> None:
         frame = encode(header, message)

@@ -53,6 +53,8 @@ class PlanRunner(Protocol):
 
     def ledger(self) -> Ledger: ...
 
+    def rest(self) -> None: ...
+
     def watch_grammars(self, wake: Callable[[], None]) -> None: ...
 
     def grammar_reports(self) -> Sequence[GrammarReady | GrammarFailed]: ...
@@ -277,11 +279,14 @@ class WorkerService:
         self.ledger_due = time.monotonic() + LEDGER_SECONDS if phase is Phase.IDLE else None
 
     def _tell_ledger(self, now: float) -> None:
-        """Once for each last plan, when nothing has come for a moment: a worker that is busy never makes it."""
+        """Once for each last plan, when nothing has come for a moment: a worker that is busy never makes it. Then its
+        runner may rest, though not before the first plan, while other processes start."""
         if self.ledger_due is not None and now >= self.ledger_due:
             self.ledger_due = None
             if self.epoch is not None:
                 self.control.beat = Beat(self.last_plan, Phase.IDLE, self.runner.ledger())
+                if self.last_plan:
+                    self.runner.rest()
 
 
 def load(settings: WorkerSettings) -> PlanRunner:

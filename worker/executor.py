@@ -27,12 +27,15 @@ class Scores:
 class StepOutputs:
     """What a step brought: finite[A] (the row's hidden states and logits hold neither NaN nor infinity, and some id is
     allowed), tokens[S] (NO_TOKEN where none is), and scores of the S sampled and the P prompt tokens, or None when no
-    row wants them."""
+    row wants them. kernel_seconds: the time that the device computed; limit_seconds: what it would take at the limits
+    of the machine; 0 where they are not known."""
 
     finite: NDArray[np.bool_]
     tokens: Int32
     sampled: Scores | None
     prompt: Scores | None
+    kernel_seconds: float = 0.0
+    limit_seconds: float = 0.0
 
 
 class Device(Protocol):
@@ -63,4 +66,8 @@ class Executor(Device, Protocol):
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """Writes the step's KV, and samples. A row's outputs depend on its own tokens alone."""
+        ...
+
+    def rest(self) -> None:
+        """Called when nothing has come for a moment: does what was put off, some tenths of a second at most."""
         ...

@@ -93,6 +93,8 @@ def apply_outputs(
         seconds=0.0,
         freed=(freed.record(),),
         logprobs=_logprobs(active, inputs, outputs, kept),
+        kernel_seconds=outputs.kernel_seconds,
+        limit_seconds=outputs.limit_seconds,
         drafts=_spread(inputs.drafts, active, size, 0) if len(inputs.drafts) else int32(),
     )
 

@@ -75,6 +75,9 @@ class BaseRunner:
         """What the batch holds. Nothing may be in flight."""
         return self.batch.ledger()
 
+    def rest(self) -> None:
+        """Called when nothing has come for a moment: does what was put off, some tenths of a second at most."""
+
     def reset(self) -> None:
         """Empties the batch, for a new epoch."""
         self.batch.reset()
@@ -134,6 +137,10 @@ class Runner(BaseRunner):
             return empty_result(plan, freed, self.weights_version)
         inputs, outputs = self._compute(plan, int32(active))
         return apply_outputs(plan, self.batch, int32(active), inputs, outputs, freed, self.weights_version)
+
+    def rest(self) -> None:
+        """As of BaseRunner."""
+        self.executor.rest()
 
     def _compute(self, plan: StepPlan, active: Int32) -> tuple[StepInputs, StepOutputs]:
         """The forward pass over the plan's `active` rows, with drafts where they are granted.

@@ -14,33 +14,19 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-import numpy as np
-
 from worker.cpu.native.errors import NativeUnavailable
+from worker.cpu.native.limits import Limits, measure_limits
 from worker.cpu.native.records import Format
-from worker.cpu.native.trial import LinearTrial, multiply, multiply_bytes, read_memory
+from worker.cpu.native.trial import LinearTrial
 from worker.loader.tensors import UNITS
 
 TOKENS = (1, 4, 16, 64, 512)
 # Larger than the last cache, where weights stream from memory; a matrix of many tokens is read from there too.
-READ_BYTES = 256 * 2**20
 STREAMED_BYTES = 96 * 2**20
 TILED_BYTES = 8 * 2**20
 FEW_TOKENS = 16
 COLUMNS = 1536
-ROUNDS = 2_000_000
 RUNS = 7
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """bandwidth: bytes read per second; multiply_rate: float32 operations per second; byte_rate: the same of
-    products of bytes; threads: cores in use."""
-
-    threads: int
-    bandwidth: float
-    multiply_rate: float
-    byte_rate: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +39,6 @@ class KernelResult:
     bytes_per_second: float
     flops_per_second: float
     share: float
-
-
-def measure_limits(threads: int) -> Limits:
-    """What the memory and the multipliers give at best."""
-    data = np.ones(READ_BYTES // 4, np.float32)
-    reading = best(lambda: read_memory(data, threads))
-    multiplying = best(lambda: multiply(ROUNDS, threads))
-    bytes_multiplying = best(lambda: multiply_bytes(ROUNDS, threads))
-    return Limits(
-        threads=threads,
-        bandwidth=READ_BYTES / reading,
-        multiply_rate=multiply(1, threads) * ROUNDS / multiplying,
-        byte_rate=multiply_bytes(1, threads) * ROUNDS / bytes_multiplying,
-    )
 
 
 def measure_kernels(limits: Limits) -> Iterator[KernelResult]:
@@ -109,7 +81,7 @@ def best(call: Callable[[], object]) -> float:
 def main(json: bool) -> None:
     """Prints a table, or one JSON object."""
     try:
-        limits = measure_limits(len(os.sched_getaffinity(0)))
+        limits = measure_limits(len(os.sched_getaffinity(0)), RUNS)
     except NativeUnavailable as error:
         sys.exit(f"the native engine cannot run here: {error}")
     if json:

@@ -158,6 +158,7 @@ class FrontendMetrics(Collector):
         counters["signalbox_generation_tokens_total"] = float(self.generation_tokens)
         for name, histogram in zip(HISTOGRAMS, self._histograms(), strict=False):
             counters.update(histogram.samples(name))
+        counters['signalbox_step_seconds_total{part="frontend"}'] = time.process_time()
         return counters
 
     def _histograms(self) -> tuple[Histogram, ...]:

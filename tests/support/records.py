@@ -196,6 +196,8 @@ def step_results(draw: Any) -> m.StepResult:
         seconds=draw(seconds),
         freed=tuple(freed),
         logprobs=draw(st.none() | logprobs(size)),
+        kernel_seconds=draw(seconds),
+        limit_seconds=draw(seconds),
     )
 
 

@@ -31,7 +31,7 @@ class SimRunner:
     def __init__(self, **options: int) -> None:
         self.sim = StrictWorker("sim", **options)
         self.errors: list[Exception] = []
-        self.resets = 0
+        self.resets = self.rests = 0
         self.executed = 0
         self.reports: list[GrammarReady | GrammarFailed] = []
         self.wake: Callable[[], None] = lambda: None
@@ -66,6 +66,9 @@ class SimRunner:
 
     def ledger(self) -> Ledger:
         return self.sim.ledger()
+
+    def rest(self) -> None:
+        self.rests += 1
 
     def reset(self) -> None:
         self.resets += 1

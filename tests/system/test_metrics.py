@@ -46,6 +46,7 @@ HISTOGRAMS = (
     "request_prefill_time_seconds",
     "request_decode_time_seconds",
 )
+STEP_PARTS = {"limit", "kernels", "worker", "wire", "scheduler", "frontend"}
 STREAMS = 40
 
 
@@ -108,10 +109,18 @@ async def test_gauges_are_zero_after_a_mass_abort(busy):
     assert after["vllm:request_success_total"] - before["vllm:request_success_total"] == STREAMS
 
 
-def audits(server: EngineServer) -> dict[str, float]:
+def by_label(server: EngineServer, name: str, label: str) -> dict[str, float]:
     families = text_string_to_metric_families(str(server.get("/metrics").body))
-    found = [sample for family in families if family.name == "signalbox_audits" for sample in family.samples]
-    return {sample.labels["result"]: sample.value for sample in found}
+    found = [sample for family in families if family.name == name for sample in family.samples]
+    return {sample.labels[label]: sample.value for sample in found}
+
+
+def step_parts(server: EngineServer) -> dict[str, float]:
+    return by_label(server, "signalbox_step_seconds", "part")
+
+
+def audits(server: EngineServer) -> dict[str, float]:
+    return by_label(server, "signalbox_audits", "result")
 
 
 def test_an_idle_engine_audits_itself(busy):
@@ -120,6 +129,26 @@ def test_an_idle_engine_audits_itself(busy):
     wait_for(lambda: audits(busy).get("agrees", 0) > before, "the worker's ledger")
     wait_for(lambda: audits(busy).get("sound", 0) > 0, "the proof of the scheduler's state")
     assert audits(busy).keys() == {"agrees", "sound"}
+
+
+def test_what_steps_took_is_told_by_what_it_is_due_to(busy):
+    assert busy.complete("Hello", max_tokens=5).status == 200
+    wait_for(lambda: all(step_parts(busy)[part] > 0 for part in ("worker", "wire", "scheduler", "frontend")), "parts")
+    parts = step_parts(busy)
+    assert parts.keys() == STEP_PARTS
+    assert parts["limit"] == parts["kernels"] == 0  # the torch engine does not know them
+
+
+def test_the_native_engine_tells_its_share_of_the_limit(tmp_path_factory, tiny_model):
+    with EngineServer(tmp_path_factory.mktemp("native"), tiny_model, cpu_engine="native") as server:
+        # Where it is not known yet, it is measured a moment after the first plans.
+        wait_for(lambda: server.complete("Hello", max_tokens=5) and step_parts(server)["limit"] > 0, "a step's limit")
+        before = step_parts(server)
+        assert server.complete("Hello", max_tokens=50).status == 200
+        wait_for(lambda: step_parts(server)["limit"] > before["limit"], "later steps")
+        after = step_parts(server)
+    assert after.keys() == STEP_PARTS
+    assert all(after[part] >= before[part] for part in STEP_PARTS)
 
 
 def test_an_operator_can_ask_for_a_requests_story(busy):

@@ -183,6 +183,8 @@ def test_every_record_has_a_check_and_a_good_example() -> None:
         (m.StepResult, "reasons", [m.int32([0, 9]), m.int32([0, -1])]),
         (m.StepResult, "weights_version", [-1]),
         (m.StepResult, "seconds", [-0.1]),
+        (m.StepResult, "kernel_seconds", [-0.1]),
+        (m.StepResult, "limit_seconds", [-0.1]),
         (m.GrammarReady, "sequences", [m.int64(), m.int64([0])]),
         (m.GrammarFailed, "sequence", [0]),
         (m.SamplingParams, "grammar", ["gbnf\nroot ::= x", "\nx"]),

@@ -286,6 +286,7 @@ def test_an_idle_worker_tells_what_its_rows_hold(scheduler, worker, runner):
     while (beat := scheduler.expect(scheduler.control, Heartbeat)[1]).phase is Phase.IDLE:
         pass
     assert beat.ledger is None
+    assert runner.rests == 1  # not before the first plan
     runner.hold.set()
     assert scheduler.accounted(2).ledger.rows.tolist() == [1]
 

@@ -88,6 +88,9 @@ class CpuExecutor:
         """Copies whole KV blocks in every layer."""
         self.cache.copy(sources, targets)
 
+    def rest(self) -> None:
+        """Nothing is put off."""
+
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One forward pass, then sampling."""
         with torch.inference_mode():

@@ -69,6 +69,9 @@ class LeadingExecutor:
             self.orders.tell_step(inputs)
             return self.own.run(inputs)
 
+    def rest(self) -> None:
+        """Nothing is put off."""
+
 
 def check_group(config: WorkerConfig, files: ModelFiles) -> None:
     """ConfigError when this model, or these settings, cannot be served by ranks; before any rank is started."""

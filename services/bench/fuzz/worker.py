@@ -39,6 +39,9 @@ class NoDevice:
         tokens = np.full(len(inputs.sample.rows), 7, np.int32)
         return self._outputs(finite=np.ones(len(inputs.rows), bool), tokens=tokens, sampled=None, prompt=None)
 
+    def rest(self) -> None:
+        """Nothing."""
+
 
 def real_service(run_dir: RunDir, status: StatusFile) -> Any:
     """A WorkerService around a Runner without a model. By name: only worker processes may reach torch; this is one."""

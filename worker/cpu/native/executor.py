@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from contextlib import suppress
+
 from proto.messages import Int32
 from worker.config import KV_BYTES, WorkerConfig
 from worker.cpu.native.buffers import KV_FORMATS, Buffers, KVBlocks, RopeTables
 from worker.cpu.native.build import level
 from worker.cpu.native.errors import NativeUnavailable
+from worker.cpu.native.limits import Limits, StepLimit, kept_limits, update_limits
 from worker.cpu.native.program import Recorder
 from worker.cpu.native.records import KEY_LANES, Format, Model, address, native
 from worker.cpu.native.step import CapturedStep
@@ -20,7 +24,8 @@ class NativeExecutor:
     """Fills worker.executor.Executor."""
 
     def __init__(self, config: WorkerConfig, files: ModelFiles, weights: Weights) -> None:
-        model, self.threads = files.config, config.resolved_threads
+        self.model, self.threads = files.config, config.resolved_threads
+        model = self.model
         self.level = level()
         self.kv_dtype = config.kv_dtype if config.kv_dtype != "auto" else auto_kv_dtype(weights)
         self.num_blocks = config.num_blocks(model.kv_bytes_per_token(KV_BYTES[self.kv_dtype]))
@@ -55,6 +60,8 @@ class NativeExecutor:
             hidden_states=address(self.buffers.hidden),
             logits=address(self.buffers.logits),
         )
+        self.rested = False
+        self.use_limits(kept_limits(self.threads))
         self.step = CapturedStep(
             record,
             program.forward,
@@ -84,7 +91,28 @@ class NativeExecutor:
 
     def run(self, inputs: StepInputs) -> StepOutputs:
         """One forward pass, then sampling."""
-        return self.step.launch(inputs)
+        outputs = self.step.launch(inputs)
+        return dataclasses.replace(outputs, limit_seconds=self.limit.seconds(inputs)) if self.limit else outputs
+
+    def rest(self) -> None:
+        """Measures the machine's limits, once: at the start, other processes start too."""
+        if not self.rested:
+            self.rested = True
+            with suppress(MemoryError):  # then serving goes on without
+                self.use_limits(update_limits(self.threads))
+
+    def use_limits(self, limits: Limits | None) -> None:
+        """What the limit of the steps to come is computed from; None: it is not known."""
+        if limits is None:
+            self.limit: StepLimit | None = None
+            return
+        self.limit = StepLimit(
+            limits,
+            self.weights.matrices,
+            "model.embed_tokens.weight" if self.model.tie_word_embeddings else "lm_head.weight",
+            self.model,
+            self.model.kv_bytes_per_token(KV_BYTES[self.kv_dtype]),
+        )
 
 
 def matrix_format(config: WorkerConfig) -> Format | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum, IntFlag
 from functools import cache
 
@@ -160,6 +160,7 @@ class Step(Structure):
                 "score_ranks",
                 "top_ids",
                 "top_values",
+                "seconds",
             )
         ),
     )
@@ -181,9 +182,11 @@ def _loaded(file: str) -> ctypes.CDLL:
         ("sb_quantise", None, (c_void_p, c_int32, c_int32, POINTER(Activations))),
         ("sb_packed_bytes", c_int64, (c_int32, c_int32, c_int32)),
         ("sb_pack", None, (c_int32, c_void_p, c_int32, c_int32, c_void_p)),
-        ("sb_probe_read", None, (c_int32, c_void_p, c_int64)),
-        ("sb_probe_multiply", c_int64, (c_int32, c_int64)),
-        ("sb_probe_dot", c_int64, (c_int32, c_int64)),
+        (
+            "sb_probe_limits",
+            None,
+            (c_int32, c_void_p, c_int64, c_int64, c_int32, POINTER(c_double), POINTER(c_double)),
+        ),
     ):
         function = getattr(loaded, name)
         function.restype, function.argtypes = result, arguments

@@ -64,6 +64,7 @@ class CapturedStep:
             (HEAD_COLUMNS, max_samples + max_tokens),
             ((("targets", np.int32),), max_tokens),
             ((("offsets", np.int32),), max_rows + 1),
+            ((("seconds", np.float64),), 1),
         ):
             for name, kind in columns:
                 self._columns[name] = np.zeros(size, kind)
@@ -95,6 +96,7 @@ class CapturedStep:
             tokens=self._columns["sampled"][:samples].copy(),
             sampled=self._scores(0, samples, top_ids, top_values) if (inputs.sample.tops >= 0).any() else None,
             prompt=self._scores(samples, samples + scores, top_ids, top_values) if scores else None,
+            kernel_seconds=float(self._columns["seconds"][0]),
         )
 
     def _fill(self, inputs: StepInputs) -> None:

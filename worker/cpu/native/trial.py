@@ -13,21 +13,6 @@ from worker.cpu.native.records import BLOCK, Activations, Format, Kind, Model, O
 FILL = 0x11
 
 
-def read_memory(data: np.ndarray, threads: int) -> None:
-    """Reads all of a float32 array once, on all threads."""
-    native().sb_probe_read(threads, address(data), data.size)
-
-
-def multiply(rounds: int, threads: int) -> int:
-    """Float32 multiply-adds on every thread; how many operations all of them did, two for each."""
-    return int(native().sb_probe_multiply(threads, rounds)) * rounds * threads
-
-
-def multiply_bytes(rounds: int, threads: int) -> int:
-    """Sums of products of bytes on every thread; how many operations all of them did, two for each product."""
-    return int(native().sb_probe_dot(threads, rounds)) * rounds * threads
-
-
 class LinearTrial:
     """One linear map of `tokens` tokens; each call computes it. weight_bytes: what a call reads."""
 

@@ -1,6 +1,7 @@
 // Runs recorded programs. A step is one call: the forward part over all tokens, then for the tokens whose logits count
 // the head part, a few rows at a time, each followed by sampling.
 #include <algorithm>
+#include <chrono>
 #include <memory>
 #include <vector>
 
@@ -36,6 +37,7 @@ class Engine {
   }
 
   void run(const Step& step) {
+    const auto began = std::chrono::steady_clock::now();
     if (model_.kv) kv_.expect(*std::max_element(step.slots, step.slots + step.tokens) / model_.block_size);
     items_ = attention_items(model_, step);
     const int rows = step.samples + step.scores;
@@ -49,6 +51,7 @@ class Engine {
       (work++)->reset(count);
     }
     pool_.run([&](int thread) { take_part(step, thread); });
+    *step.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   }
 
   void linear_only(const Op& op, int tokens) {

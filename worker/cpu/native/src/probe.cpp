@@ -1,4 +1,6 @@
 // What this machine can do at best: the limits that `signalbox bench kernels` compares with.
+#include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
@@ -73,24 +75,27 @@ int32_t dot_all(int64_t rounds) {
 
 extern "C" {
 
-// Every thread reads its share of `count` floats.
-void sb_probe_read(int threads, const float* data, int64_t count) {
+// Seconds of the quickest of `runs` runs of each: every thread reads its share of `count` floats; does `rounds` rounds
+// of multiply-adds; does so many of sums of products of bytes. operations: of the last two, on all threads.
+void sb_probe_limits(int threads, const float* data, int64_t count, int64_t rounds, int runs, double* seconds,
+                     double* operations) {
   Pool pool(threads);
-  pool.run([&](int thread) { sink = read_all(data + count * thread / threads, data + count * (thread + 1) / threads); });
-}
-
-// Every thread does `rounds` rounds; the floating-point operations of one round.
-int64_t sb_probe_multiply(int threads, int64_t rounds) {
-  Pool pool(threads);
-  pool.run([&](int) { sink = multiply_all(rounds); });
-  return CHAINS * WIDTH * 2;
-}
-
-// Likewise with sums of products of bytes.
-int64_t sb_probe_dot(int threads, int64_t rounds) {
-  Pool pool(threads);
-  pool.run([&](int) { sink = static_cast<float>(dot_all(rounds)); });
-  return CHAINS * WIDTH * 4 * 2;
+  const auto best = [&](auto work) {
+    double least = 1e30;
+    for (int run = 0; run < runs; ++run) {
+      const auto began = std::chrono::steady_clock::now();
+      pool.run(work);
+      least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
+    }
+    return least;
+  };
+  seconds[0] = best([&](int thread) {
+    sink = read_all(data + count * thread / threads, data + count * (thread + 1) / threads);
+  });
+  seconds[1] = best([&](int) { sink = multiply_all(rounds); });
+  seconds[2] = best([&](int) { sink = static_cast<float>(dot_all(rounds)); });
+  operations[0] = 2.0 * CHAINS * WIDTH * rounds * threads;
+  operations[1] = 8.0 * CHAINS * WIDTH * rounds * threads;
 }
 
 }  // extern "C"

@@ -125,6 +125,7 @@ struct Step {
   int32_t* score_ranks;    // [S + P]
   int32_t* top_ids;        // [S + P, num_top]
   float* top_values;       // [S + P, num_top]
+  double* seconds;         // of the call
 };
 
 }  // namespace signalbox
