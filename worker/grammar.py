@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Barrier, Lock
 
 import llguidance
 import numpy as np
@@ -117,6 +117,14 @@ class RowGrammar:
         self.bits = bits
 
 
+def _all_threads(count: int) -> ThreadPoolExecutor:
+    """A pool that has its threads at once, so that what a worker holds does not depend on how grammars overlapped."""
+    pool, all_there = ThreadPoolExecutor(count, thread_name_prefix="grammar"), Barrier(count)
+    for _ in range(count):
+        pool.submit(all_there.wait)
+    return pool
+
+
 class GrammarRows:
     """The rows of one batch that have a grammar. All methods are called by the thread that runs the steps.
 
@@ -128,7 +136,7 @@ class GrammarRows:
         self.wake: Callable[[], None] = lambda: None
         self._compiler = compiler
         self._reports: deque[Report] = deque()
-        self._compiling = ThreadPoolExecutor(COMPILERS, thread_name_prefix="grammar")
+        self._compiling: ThreadPoolExecutor | None = None
         self._advancing = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._masks: Future[None] | None = None
 
@@ -137,6 +145,7 @@ class GrammarRows:
         self.rows.pop(join.row, None)
         if join.params.grammar:
             grammar = self.rows[join.row] = RowGrammar(join, self._compiler.num_words)
+            self._compiling = self._compiling or _all_threads(COMPILERS)
             grammar.compiled = self._compiling.submit(self._begin, grammar, self._reports)
 
     def drop(self, row: int) -> None:

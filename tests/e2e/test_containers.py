@@ -44,6 +44,7 @@ class Containers:
     home: Path
     http_port: int
     grpc_port: int
+    workers: int = 1
 
     def compose(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """Run the compose tool on this project."""
@@ -53,6 +54,7 @@ class Containers:
             "SIGNALBOX_HOME": str(self.home),
             "SIGNALBOX_HTTP_PORT": str(self.http_port),
             "SIGNALBOX_GRPC_PORT": str(self.grpc_port),
+            "SIGNALBOX_WORKERS": str(self.workers),
         }
         command = [*tool, "-p", PROJECT, "-f", "compose.yaml", *arguments]
         done = subprocess.run(command, cwd=self.repo, env=env, capture_output=True, text=True, check=False)
@@ -154,7 +156,8 @@ def workers_ready(containers: Containers) -> int:
 
 def test_a_worker_is_drained_and_replaced_with_no_failed_request(containers: Containers) -> None:
     """A rolling upgrade: SIGTERM, exit code 0, a new start by the restart policy; answers go on on the other worker."""
-    containers.compose("up", "-d", "--no-build", "--scale", "worker=2")
+    containers.workers = 2
+    containers.compose("up", "-d", "--no-build")
     wait_for(lambda: workers_ready(containers) == 2, "two workers", START_LIMIT)
     body = {"prompt": "Once upon a time", "max_tokens": 300, "temperature": 0, "ignore_eos": True}
     body["model"] = "smollm2-135m-instruct"

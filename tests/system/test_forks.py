@@ -32,9 +32,19 @@ def idle(server: EngineServer) -> bool:
     return all(server.metric(name) == 0 for name in names)
 
 
+async def computed_so_far(server: EngineServer, stub: pb_grpc.GenerationServiceStub) -> float:
+    """Prompt tokens computed until now. Metrics are up to half a second old: only what has seen our request is new."""
+    await asyncio.to_thread(wait_for, lambda: idle(server), "the tests before are over")
+    call = stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[3]), max_tokens=LONG, **GREEDY))
+    await call.read()
+    await asyncio.to_thread(wait_for, lambda: server.metric("signalbox_requests_running") == 1, "our request is seen")
+    call.cancel()
+    await asyncio.to_thread(wait_for, lambda: idle(server), "it is over too")
+    return await asyncio.to_thread(server.metric, COMPUTED)
+
+
 async def test_a_fork_of_a_running_request_computes_one_token_of_its_prompt(engine_server, stub):
-    await asyncio.to_thread(wait_for, lambda: idle(engine_server), "the tests before are over")
-    before = await asyncio.to_thread(engine_server.metric, COMPUTED)
+    before = await computed_so_far(engine_server, stub)
     prompt = pb.TokenIds(ids=[*PROMPT, 3])
     call = stub.Generate(pb.GenerateRequest(token_ids=prompt, request_id="tree", max_tokens=LONG, **GREEDY))
     tokens: list[int] = []
