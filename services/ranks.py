@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from worker.parallel.meeting import Place
 
 log = structlog.get_logger()
+_at_end = ExitStack()  # what rank 0 does last, once
 
 
 def place_of(settings: WorkerSettings) -> Place:
@@ -62,7 +64,8 @@ def lead(settings: WorkerSettings, config: WorkerConfig) -> Runner:
         place = place_of(settings)
         start_ranks(settings)
     executor = ranks.lead(config, files, place)
-    atexit.register(executor.orders.tell_end)
+    _at_end.callback(executor.orders.tell_end)
+    atexit.register(_at_end.close)
     if place.file is not None:
         place.file.unlink(missing_ok=True)
     return Runner(config, files, executor)
@@ -79,6 +82,15 @@ def follow(settings: WorkerSettings, config: WorkerConfig) -> int:
         log.error("rank 0 is gone", why=str(error))
         return 1
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """End this process of a group with its exit code, without taking its links down: Gloo's threads may still run, and
+    a process that frees what they use is aborted now and then."""
+    _at_end.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def start_ranks(settings: WorkerSettings) -> None:

@@ -354,9 +354,11 @@ def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) ->
 
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM. Returns the exit code; SettingsError when the scheduler sends this worker away."""
+    from services import ranks
+
     run_dir = RunDir.prepare(settings.run_dir)
     if settings.tensor_parallel_rank:
-        return follow(settings)
+        ranks.leave(follow(settings))
     links = connected_links(settings, run_dir)
     with StopSignal() as stop:
         status_file = StatusFile(run_dir, "worker", settings.name)
@@ -370,4 +372,6 @@ def run(settings: WorkerSettings) -> int:
     if service.refused:
         raise SettingsError(f"the scheduler sent this worker away: {service.refused}")
     log.info("worker stopped")
+    if settings.tensor_parallel_size > 1:
+        ranks.leave(0)
     return 0
