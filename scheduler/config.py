@@ -29,7 +29,7 @@ class SchedulerConfig:
     """How many smaller sequences may pass one that does not fit now, before they all wait for it."""
     block_wait: float = 2.0
     """How long a sequence waits for a block that another one is about to compute, before it computes it itself."""
-    worker_timeout: float = 3.0
+    worker_timeout: float = 1.5
     """Silence after which a worker counts as dead (it sends a heartbeat every quarter second)."""
     step_timeout: float = 120.0
     """Longest time that one plan may take before its worker counts as hung."""

@@ -282,7 +282,7 @@ class DetectionSettings(CommonSettings):
 
     worker_timeout: Annotated[
         float, "Seconds of silence after which a worker counts as lost; one that died is noticed at once.", Bounds(1)
-    ] = 3.0
+    ] = 1.5
     step_timeout: Annotated[float, "Seconds after which a step of a worker counts as hung.", Bounds(1)] = 120.0
 
 

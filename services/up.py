@@ -260,7 +260,8 @@ def introduction(settings: UpSettings, addresses: dict[str, str]) -> str:
     )
     values = {field.name: getattr(settings, field.name) for field in ordered_fields(UpSettings)}
     hidden = ("http", "grpc", "run_dir", "served_model_name")
-    told = "  ".join(" ".join(words) for n, v in values.items() if n not in hidden and (words := words_of(n, v)))
+    shown = {name: value for name, value in values.items() if name not in hidden and value != ""}
+    told = "  ".join(" ".join(words) for name, value in shown.items() if (words := words_of(name, value)))
     lines = [
         "",
         f"Signalbox serves {settings.api_name}",

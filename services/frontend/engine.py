@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import structlog
 
@@ -73,6 +74,8 @@ class EngineClient:
         self._aborted: set[int] = set()  # handles that the scheduler may still hold
         self._idle = asyncio.Event()  # nothing is open
         self._idle.set()
+        self._changed = asyncio.Event()  # readiness, perhaps
+        self._followers: list[Callable[[], None]] = []
         self.draining = False
 
     async def start(self) -> None:
@@ -94,6 +97,7 @@ class EngineClient:
     def drain(self) -> None:
         """Accept nothing new from now on."""
         self.draining = True
+        self._changed.set()
 
     async def idle(self) -> None:
         """Until nothing is open."""
@@ -125,6 +129,11 @@ class EngineClient:
         """See Engine."""
         self._last_sequence += 1
         return self._last_sequence
+
+    def follow(self, tell: Callable[[], None]) -> None:
+        """See Engine. An error of `tell` ends the task `beats`."""
+        self._followers.append(tell)
+        self._changed.set()
 
     def submit(self, add: Add) -> Stream:
         """See Engine."""
@@ -185,6 +194,7 @@ class EngineClient:
 
     def _deliver(self, batch: list[Incoming]) -> None:
         acks: list[int] = []
+        was_ready = self.ready
         for item in batch:
             if isinstance(item, LinkState):
                 self._lose_link(item)
@@ -202,6 +212,8 @@ class EngineClient:
                 self._note_number(header.number, header.number)
                 self._beat = message
                 self._heard = self._loop.time()
+        if self.ready != was_ready:
+            self._changed.set()
         if acks:
             self._send(Ack(sequences=int64(acks)))
 
@@ -297,14 +309,25 @@ class EngineClient:
         return self._loop.time() - self._heard > self._recovery_timeout
 
     async def _beat_forever(self) -> None:
+        due = self._loop.time() + BEAT_INTERVAL
         while True:
-            await asyncio.sleep(BEAT_INTERVAL)
-            if self._header is None:
-                self._link.send(Header(), FrontendHello(frontend=self._name))
-            else:
-                self._send(FrontendBeat(counters=self._own_counters()))
-            if self._given_up():
-                self._end_open(f"the engine was not reachable for {self._recovery_timeout:g} s")
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(due):
+                    await self._changed.wait()
+            self._changed.clear()
+            for tell in self._followers:
+                tell()
+            if self._loop.time() >= due:
+                due = self._loop.time() + BEAT_INTERVAL
+                self._send_beat()
+
+    def _send_beat(self) -> None:
+        if self._header is None:
+            self._link.send(Header(), FrontendHello(frontend=self._name))
+        else:
+            self._send(FrontendBeat(counters=self._own_counters()))
+        if self._given_up():
+            self._end_open(f"the engine was not reachable for {self._recovery_timeout:g} s")
 
     def _end_open(self, why: str) -> None:
         """Also tells the scheduler, which may only be stopped and go on later, on the same link."""

@@ -9,8 +9,6 @@ from grpc_health.v1 import health, health_pb2
 
 from services.frontend.types import Engine
 
-POLL_SECONDS = 0.1
-
 
 class ReadinessFollower:
     """Keeps a health servicer equal to `engine.ready` until `stop`; from then on it says NOT_SERVING."""
@@ -19,12 +17,16 @@ class ReadinessFollower:
         self.servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack aio
         self._engine = engine
         self._services = ("", *services)
+        self._turn = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Set the state once, then follow."""
-        await self._set(self._engine.ready)
-        self._task = asyncio.create_task(self._follow(), name="gRPC health")
+        """Set the state, now and when it changes."""
+        ready = self._engine.ready
+        await self._set(ready)
+        self._engine.follow(self._turn.set)
+        self._turn.set()  # it may have changed meanwhile
+        self._task = asyncio.create_task(self._follow(ready), name="gRPC health")
 
     async def stop(self) -> None:
         """NOT_SERVING from now on; open watches stay and are told."""
@@ -38,10 +40,10 @@ class ReadinessFollower:
         for service in self._services:
             await self.servicer.set(service, status.SERVING if ready else status.NOT_SERVING)
 
-    async def _follow(self) -> None:
-        told = self._engine.ready
+    async def _follow(self, told: bool) -> None:
         while True:
-            await asyncio.sleep(POLL_SECONDS)
+            await self._turn.wait()
+            self._turn.clear()
             if self._engine.ready != told:
                 told = not told
                 await self._set(told)

@@ -29,7 +29,7 @@ from services.frontend.tracing import tracing_of
 from services.models import store
 from services.run_dir import RunDir
 from services.settings import Address, FrontendSettings, ReasoningParser, SettingsError
-from services.status_file import TOUCH_INTERVAL, StatusFile
+from services.status_file import StatusFile
 from services.transport import connected_links
 from worker.loader.keys import read_json
 from worker.loader.model import ModelFiles, open_model
@@ -129,8 +129,8 @@ async def _serve(context: FrontendContext, engine: EngineClient, status_file: St
         log.info("frontend started", model=context.model.id, **addresses)
         gc.collect()
         gc.freeze()
-        keeper = asyncio.create_task(_keep(status_file, engine, addresses))
-        ends = {asyncio.create_task(stop.wait()), keeper, engine.beats}
+        engine.follow(lambda: status_file.update(engine.ready, addresses))
+        ends = {asyncio.create_task(stop.wait()), engine.beats}
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # an error of a task that should have gone on ends the process
@@ -140,7 +140,6 @@ async def _serve(context: FrontendContext, engine: EngineClient, status_file: St
         with suppress(TimeoutError):
             await asyncio.wait_for(engine.idle(), settings.grace_seconds)
         await engine.stop()
-        keeper.cancel()
         await grpc.stop(LAST_ANSWERS)
     finally:
         await http.cleanup()
@@ -158,9 +157,3 @@ async def _listen(http: web.AppRunner, wanted: Address, shared: bool) -> Address
             f"HTTP cannot listen on {wanted}: {reason}; choose another address with --http HOST:PORT"
         ) from error
     return Address(wanted.host, http.addresses[0][1])
-
-
-async def _keep(status_file: StatusFile, engine: EngineClient, addresses: dict[str, str]) -> None:
-    while True:
-        status_file.update(engine.ready, addresses)
-        await asyncio.sleep(TOUCH_INTERVAL / 4)

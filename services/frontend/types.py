@@ -86,6 +86,9 @@ class Engine(Protocol):
     def max_length(self) -> int:
         """Served context in tokens: min(model context, smallest pool); the model's own before a worker joined."""
 
+    def follow(self, tell: Callable[[], None]) -> None:
+        """Have `tell` called soon, when `ready` has changed, and at least once a second."""
+
     def next_sequence(self) -> int:
         """A fresh sequence handle."""
 

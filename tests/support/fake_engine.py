@@ -182,7 +182,8 @@ class FakeEngine:
 
     def __init__(self, script: Script | Sequence[int] = (), *, max_length: int = 256) -> None:
         self.script: Script = script if callable(script) else lambda add, index: script
-        self.ready = True
+        self._ready = True
+        self._followers: list[Callable[[], None]] = []
         self.reason = "ready"
         self.max_length = max_length
         self.tokens_per_chunk = 1
@@ -195,6 +196,21 @@ class FakeEngine:
         self.streams: list[FakeStream] = []
         self.counters: Callable[[], dict[str, float]] = dict
         self._last_sequence = 0
+
+    @property
+    def ready(self) -> bool:
+        """See Engine."""
+        return self._ready
+
+    @ready.setter
+    def ready(self, ready: bool) -> None:
+        self._ready = ready
+        for tell in self._followers:
+            tell()
+
+    def follow(self, tell: Callable[[], None]) -> None:
+        """See Engine."""
+        self._followers.append(tell)
 
     def next_sequence(self) -> int:
         """See Engine."""

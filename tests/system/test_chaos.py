@@ -62,6 +62,7 @@ def test_a_pause_is_a_long_gap_in_which_a_fault_struck() -> None:
     stream = Stream(request, 0, began=0.0, times=[1.0, 1.1, 3.1, 4.0, 4.1])
     note_pauses(report, stream, [Fault(Kind.KILL, "worker 0", 2.0), Fault(Kind.STOP, "scheduler 0", 4.05)])
     assert report.pauses == [2.0]
+    assert report.stories() == ["2.00 s: kill of worker 0, 0.0 s"]
     assert (report.hit, report.paused) == (1, 2)
 
 

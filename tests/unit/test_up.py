@@ -121,6 +121,8 @@ def test_the_printed_lines_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert Path(client[0]).is_file()
     assert client[1:4] == ["generate", "--url", "http://127.0.0.1:8123"]
     assert "--kv-cache-memory 512MiB" in text
+    options = next(line for line in lines if line.strip().startswith("with")).split()[1:]
+    assert "--tenant-header" not in options  # it has no value
     assert "no keys" not in text
 
 

@@ -13,13 +13,15 @@ from services.bench.chaos.faults import Fault, Kind
 
 LONGEST_PAUSE = 3.0  # seconds, beyond the time that a worker needs to start: what 99 of 100 pauses keep within
 LONGEST_RESTART = 2.0  # seconds from a new scheduler's being up to the first token
+LONGEST = 8  # pauses that are told one by one
 PAUSE, SHORTEST_PAUSE = 5, 0.1  # so many times the usual time between two tokens, and so many seconds, is a pause
 
 
 @dataclass(kw_only=True)
 class Report:
     """Seconds unless told otherwise. wrong: streams without exactly their undisturbed tokens, and why. left: what was
-    not given back or did not end in order. lost: streams that went with their frontend; each was asked again."""
+    not given back or did not end in order. lost: streams that went with their frontend; each was asked again. longest:
+    the longest pause for each row of faults that struck in one."""
 
     streams: int = 0
     wanted_streams: int = 0
@@ -32,6 +34,7 @@ class Report:
     kills: int = 0
     wanted_kills: int = 0
     pauses: list[float] = field(default_factory=list)
+    longest: dict[tuple[Fault, ...], float] = field(default_factory=dict)
     usual_gap: float = 0.0
     worker_starts: list[float] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)
@@ -73,6 +76,14 @@ class Report:
             found.append(f"scheduler up to first token: p50 {percentile(self.restarts, 0.5):.2f} s")
         return found
 
+    def stories(self) -> list[str]:
+        """What struck in the longest pauses, one line each."""
+        told = []
+        for struck, seconds in sorted(self.longest.items(), key=lambda pair: -pair[1])[:LONGEST]:
+            faults = (f"{fault.kind} of {fault.victim}, {fault.at - struck[0].at:.1f} s" for fault in struck)
+            told.append(f"{seconds:.2f} s: " + "; ".join(faults))
+        return told
+
     def figures(self) -> dict[str, object]:
         """For programs."""
         return {
@@ -88,6 +99,7 @@ class Report:
             "pause_p50": round(percentile(self.pauses, 0.5), 3),
             "pause_p99": round(percentile(self.pauses, 0.99), 3),
             "pause_max": round(max(self.pauses, default=0.0), 3),
+            "longest_pauses": self.stories(),
             "worker_start_p50": round(percentile(self.worker_starts, 0.5), 3),
             "scheduler_up_to_token_p50": round(percentile(self.restarts, 0.5), 3),
             "scheduler_up_to_token_max": round(max(self.restarts, default=0.0), 3),
@@ -101,11 +113,13 @@ class Report:
 
 def table(report: Report) -> Table:
     """For people."""
+    longest = "".join(f"\n{line}" for line in report.stories())
     result = Table(
         title=f"{report.kills} kills in {report.seconds:.0f} s",
         caption=(
             "Pause: a fault struck between two tokens of a stream, which came"
             f" {PAUSE} times the usual {report.usual_gap * 1000:.0f} ms or more apart."
+            f" The longest, with what struck in them and how long after the first of it:{longest}"
         ),
         show_header=False,
     )
@@ -138,13 +152,16 @@ def note_pauses(report: Report, stream: Stream, faults: Sequence[Fault]) -> None
         return
     report.hit += any(stream.times[0] < at < stream.times[-1] for at in kills)
     pauses = [
-        later - sooner
+        (sooner, later)
         for sooner, later in zip(stream.times, stream.times[1:], strict=False)
         if later - sooner > max(PAUSE * report.usual_gap, SHORTEST_PAUSE)
         and any(sooner < fault.at < later for fault in faults)
     ]
-    report.pauses += pauses
+    report.pauses += [later - sooner for sooner, later in pauses]
     report.paused += bool(pauses)
+    for sooner, later in pauses:
+        struck = tuple(fault for fault in faults if sooner < fault.at < later)
+        report.longest[struck] = max(later - sooner, report.longest.get(struck, 0.0))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
