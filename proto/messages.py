@@ -108,7 +108,7 @@ class SamplingParams:
     min_tokens masks both until so many output tokens stand. bad_ids: runs of tokens that the output must not hold; the
     last token of one is masked where the others stand before it. The output matches the grammar, if there is one.
     logprobs and prompt_logprobs: -1 for none, else how many alternatives beside the token itself (0 to 20); values are
-    raw, before penalties and temperature.
+    raw, before penalties and temperature, but those of output tokens are of what was drawn from if logprobs_as_drawn.
     """
 
     temperature: float = 0.0
@@ -127,6 +127,7 @@ class SamplingParams:
     bad_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int = -1
     prompt_logprobs: int = -1
+    logprobs_as_drawn: bool = False
     grammar: str = ""  # empty: none; else one of GRAMMAR_KINDS, a line break, and the grammar's source
 
 

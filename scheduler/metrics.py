@@ -13,12 +13,14 @@ def metrics(state: SchedulerState) -> dict[str, float]:
     totals = state.totals
     values: dict[str, float] = {
         "signalbox_requests_running": state.num_running,
+        "signalbox_requests_running_limit": sum(worker.max_rows for worker in state.ready_workers),
         "signalbox_requests_waiting": len(state.waiting),
         "signalbox_waiting_tokens": state.waiting_tokens,
         "signalbox_workers_ready": sum(1 for _ in state.ready_workers),
         "signalbox_frontends": len(state.frontends),
         "signalbox_kv_blocks": blocks,
         "signalbox_kv_blocks_used": used,
+        "signalbox_kv_slots": sum(pool.num_blocks * pool.block_size for pool in pools),
         "signalbox_kv_slots_used": sum(worker.used_slots for worker in state.ready_workers),
         "signalbox_kv_cache_usage_ratio": used / blocks if blocks else 0.0,
         "signalbox_kv_blocks_cached": sum(pool.num_cached for pool in pools),

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Installs the client tools that `./signalbox test --clients` runs against a server, each in an environment of its own below
 # $SIGNALBOX_CLIENTS (default: ~/.cache/signalbox-clients), at the versions that stand here:
-#   scripts/clients.sh openai litellm langchain lm-eval guidellm schemathesis smg
+#   scripts/clients.sh openai litellm langchain lm-eval guidellm aiperf schemathesis smg
 # `all` means all of them; what is installed already is left alone. Needs python3 with venv, and a network.
 set -euo pipefail
 home=${SIGNALBOX_CLIENTS:-$HOME/.cache/signalbox-clients}
-known=(openai litellm langchain lm-eval guidellm schemathesis smg)
+known=(openai litellm langchain lm-eval guidellm aiperf schemathesis smg)
 
 needs_of() {
   case $1 in
@@ -15,6 +15,7 @@ needs_of() {
     # torch first and by its version alone, so that no other build comes in its place.
     lm-eval) echo torch==2.13.0 'lm-eval[api,hf]==0.4.13' ;;
     guidellm) echo torch==2.13.0 guidellm==0.8.1 ;;
+    aiperf) echo aiperf==0.13.0 ;;
     schemathesis) echo schemathesis==4.32.5 ;;
     smg) echo smg==1.13.0 ;;
     *)

@@ -409,6 +409,9 @@ class FrontSettings(ModelSettings):
     reasoning_parser: Annotated[
         ReasoningParser, "think: what a chat answer holds in <think> tags becomes its reasoning_content."
     ] = ReasoningParser.NONE
+    tokenizer_info: Annotated[
+        bool, "Serve GET /tokenizer_info: the tokenizer's settings and the chat template, for clients that use them."
+    ] = False
     max_body: Annotated[ByteSize, "The largest request body that is read.", Bounds(1024)] = DEFAULT_MAX_BODY
 
     def __post_init__(self) -> None:

@@ -23,11 +23,7 @@ NOISE_CHUNK = 2**17
 
 def sample(logits_SV: Tensor, inputs: SampleInputs) -> Int32:
     """One token for each row, NO_TOKEN where no id is allowed. Rows must be finite, or their token means nothing."""
-    scores = logits_SV
-    if inputs.adjustments:
-        scores = logits_SV.clone()
-        for adjustment in inputs.adjustments:
-            adjust(scores[adjustment.index], adjustment)
+    scores = _adjusted(logits_SV, inputs)
     best, tokens = scores.max(dim=-1)
     drawn = inputs.temperature >= GREEDY_BELOW
     narrowed = drawn & ((inputs.top_k > 0) | (inputs.top_p < 1.0) | (inputs.min_p > 0.0))
@@ -37,6 +33,35 @@ def sample(logits_SV: Tensor, inputs: SampleInputs) -> Int32:
             heat = torch.from_numpy(inputs.temperature[rows])[:, None]
             tokens[index] = draw((scores[index] - best[index, None]) / heat, inputs, rows)
     return tokens.masked_fill(best == -torch.inf, NO_TOKEN).int().numpy()
+
+
+def drawn_from(logits_SV: Tensor, inputs: SampleInputs) -> Tensor:
+    """The same logits, but in the rows `as_drawn` those of the distribution that the token is drawn from: over the
+    temperature, minus infinity for what is ruled out. Greedy rows have the temperature 1, and nothing narrows them."""
+    rows = inputs.as_drawn
+    if not len(rows):
+        return logits_SV
+    x_DV = _adjusted(logits_SV, inputs)[torch.from_numpy(rows).long()]
+    greedy = inputs.temperature[rows] < GREEDY_BELOW
+    heat = torch.from_numpy(np.where(greedy, np.float32(1), inputs.temperature[rows]))[:, None]
+    x_DV = (x_DV - x_DV.amax(dim=-1, keepdim=True)) / heat
+    limits = [
+        torch.from_numpy(np.where(greedy, off, column[rows]))[:, None]
+        for column, off in ((inputs.top_k, 0), (inputs.top_p, 1.0), (inputs.min_p, 0.0))
+    ]
+    ids, values, keep = _narrow(x_DV, limits, x_DV.shape[1])
+    kept = torch.full_like(x_DV, -torch.inf).scatter_(-1, ids, values.masked_fill(~keep, -torch.inf))
+    return logits_SV.index_copy(0, torch.from_numpy(rows).long(), kept)
+
+
+def _adjusted(logits_SV: Tensor, inputs: SampleInputs) -> Tensor:
+    """The logits after everything before the temperature; the same tensor where nothing changes."""
+    if not inputs.adjustments:
+        return logits_SV
+    scores = logits_SV.clone()
+    for adjustment in inputs.adjustments:
+        adjust(scores[adjustment.index], adjustment)
+    return scores
 
 
 def adjust(row_V: Tensor, rule: Adjustment) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,6 +30,7 @@ class SamplingColumns:
         self.min_p = np.zeros(max_rows, np.float64)
         self.logprobs = np.full(max_rows, -1, np.int32)
         self.prompt_logprobs = np.full(max_rows, -1, np.int32)
+        self.as_drawn = np.zeros(max_rows, bool)
         self.adjusts = np.zeros(max_rows, bool)
         # repetition, presence and frequency, which count tokens; and whether a rule chooses among ids or lifts some.
         self.penalties = np.tile(np.array(NO_PENALTIES, np.float32), (max_rows, 1))
@@ -45,6 +46,7 @@ class SamplingColumns:
         self.min_p[row] = params.min_p
         self.logprobs[row] = params.logprobs
         self.prompt_logprobs[row] = params.prompt_logprobs
+        self.as_drawn[row] = params.logprobs_as_drawn and params.logprobs >= 0
         self.penalties[row] = penalties_of(params)
         self.constrains[row] = constrains_ids(params)
         self.adjusts[row] = adjusts_logits(params)
@@ -101,7 +103,7 @@ class SampleInputs:
 
     rows: index into the computed rows; a row with d drafts stands here d + 1 times. tokens: flat index of the token
     whose logits are sampled from. positions: where the sampled token will stand. tops: alternatives wanted beside its
-    logprob, -1 for no logprob.
+    logprob, -1 for no logprob. as_drawn: which of the S have logprobs of the distribution that they are drawn from.
     """
 
     rows: Int32
@@ -114,6 +116,7 @@ class SampleInputs:
     min_p: NDArray[np.float64]
     tops: Int32
     adjustments: tuple[Adjustment, ...]
+    as_drawn: Int32 = field(default_factory=int32)
 
 
 def sample_inputs(
@@ -137,6 +140,7 @@ def sample_inputs(
         min_p=columns.min_p[rows],
         tops=columns.logprobs[rows],
         adjustments=tuple(_adjustment(batch, int(i), int(rows[i]), int(positions[i])) for i in adjusting),
+        as_drawn=int32(np.flatnonzero(columns.as_drawn[rows])),
     )
 
 

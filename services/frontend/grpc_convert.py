@@ -7,8 +7,10 @@ from typing import Any
 
 from proto import signalbox_pb2 as pb
 from proto.messages import FinishReason
+from services.frontend.grpc_chat import chat_fields, renamed_chat
 from services.frontend.request import GenerateRequest, Limits, ValidationFailed
 from services.frontend.tokenizer import Tokenizer
+from services.frontend.tools_message import MessageDelta, MessageReader, MessageReaders
 from services.frontend.types import Output, OutputToken, Usage
 from services.frontend.validate import validate_chat, validate_completion
 
@@ -33,15 +35,15 @@ PLAIN_FIELDS = (
     "skip_special_tokens",
     "echo",
     "prompt_logprobs",
+    "logprobs_mode",
     "priority",
     "timeout",
     "user",
     "cache_salt",
 )
 LIST_FIELDS = ("allowed_token_ids", "stop", "stop_token_ids", "bad_words")
-# Names in the body of a chat that this API spells otherwise.
+# Names in a body that this API spells otherwise; grpc_chat.py has those of conversations.
 RENAMED = {
-    "messages": "chat.messages",
     "top_logprobs": "logprobs",
     "structured_outputs.json_object": "json_object",
     "structured_outputs.json": "json_schema",
@@ -67,13 +69,15 @@ def validated(
 
 def renamed(error: ValidationFailed) -> ValidationFailed:
     """The same error with the field as this API spells it, also at the beginning of the message."""
-    for theirs, ours in RENAMED.items():
-        if error.param is not None and error.param.startswith(theirs):
-            message = error.message
-            if message.startswith(theirs):
-                message = ours + message.removeprefix(theirs)
-            return ValidationFailed(message, ours + error.param.removeprefix(theirs), error.status, error.code)
-    return error
+    theirs = error.param
+    if theirs is None:
+        return error
+    ours = renamed_chat(theirs)
+    for prefix, name in RENAMED.items():
+        if theirs.startswith(prefix):
+            ours = name + theirs.removeprefix(prefix)
+    message = ours + error.message.removeprefix(theirs) if error.message.startswith(theirs) else error.message
+    return ValidationFailed(message, ours, error.status, error.code)
 
 
 def completion_body(message: pb.GenerateRequest) -> dict[str, Any]:
@@ -94,13 +98,7 @@ def completion_body(message: pb.GenerateRequest) -> dict[str, Any]:
 
 def chat_body(message: pb.GenerateRequest) -> dict[str, Any]:
     """The body of a chat completion with only the fields that are set."""
-    body = common_body(message)
-    body["messages"] = [
-        {"role": turn.role, "content": turn.content} | ({"name": turn.name} if turn.HasField("name") else {})
-        for turn in message.chat.messages
-    ]
-    if message.chat.HasField("add_generation_prompt"):
-        body["add_generation_prompt"] = message.chat.add_generation_prompt
+    body = common_body(message) | chat_fields(message.chat)
     if message.HasField("logprobs"):
         body |= {"logprobs": True, "top_logprobs": message.logprobs}
     return body
@@ -127,17 +125,24 @@ class ResponseMaker:
         self._model = model
         self._tokenizer = tokenizer
         self._name = request.request_id or ""
+        self._readers = MessageReaders(request.reading)
 
     def increment(self, output: Output) -> pb.GenerateResponse:
         """What is new in one choice."""
+        delta = self._readers.read(output)
         response = pb.GenerateResponse(
             request_id=self._name,
             index=output.index,
-            text=output.text,
+            text=delta.content,
+            reasoning=delta.thought,
+            tool_calls=[
+                pb.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+                for call in delta.calls
+            ],
             token_ids=[token.id for token in output.tokens],
             logprobs=self._logprobs(output.tokens, prompt=output.prompt),
             prompt=output.prompt,
-            finish_reason=finish_reason(output.finish_reason),
+            finish_reason=finish_reason(output.finish_reason, called=self._readers.called(output.index)),
             message=output.message,
             usage=usage(output.usage),
         )
@@ -162,13 +167,19 @@ class ResponseMaker:
 
     def _choice(self, index: int, outputs: Sequence[Output]) -> pb.Choice:
         tokens = [token for output in outputs if not output.prompt for token in output.tokens]
-        last = outputs[-1]
+        last, delta, called = outputs[-1], MessageDelta(content="".join(output.text for output in outputs)), False
+        if self._request.reading is not None:
+            reader = MessageReader(self._request.reading, thinking=last.thinking)
+            delta = reader.feed(delta.content, last=True)
+            called = reader.called
         choice = pb.Choice(
             index=index,
-            text="".join(output.text for output in outputs),
+            text=delta.content,
+            reasoning=delta.thought,
+            tool_calls=[pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in delta.calls],
             token_ids=[token.id for token in tokens],
             logprobs=self._logprobs(tokens, prompt=False),
-            finish_reason=finish_reason(last.finish_reason),
+            finish_reason=finish_reason(last.finish_reason, called=called),
             message=last.message,
         )
         set_stop_reason(choice, last.stop_reason)
@@ -191,8 +202,10 @@ class ResponseMaker:
         return result
 
 
-def finish_reason(reason: FinishReason) -> str:
-    """The name of the schema's value; its numbers are those of our own enum."""
+def finish_reason(reason: FinishReason, *, called: bool = False) -> str:
+    """The name of the schema's value; its numbers are those of our own enum. called: there were tool calls."""
+    if called and reason is FinishReason.STOP:
+        return "FINISH_REASON_TOOL_CALLS"
     return pb.FinishReason.Name(int(reason))
 
 

@@ -18,7 +18,7 @@ from services.frontend.context import FrontendContext
 from services.frontend.http_errors import Failure, failure_of, http_failure
 from services.frontend.http_generate import chat_completions, completions
 from services.frontend.http_keys import CONTEXT, FINGERPRINT, REQUEST_ID
-from services.frontend.http_text import detokenize, tokenize
+from services.frontend.http_text import detokenize, tokenize, tokenizer_info
 from services.frontend.openapi import openapi
 from services.frontend.prometheus import CONTENT_TYPE
 from services.frontend.request import ValidationFailed
@@ -54,6 +54,8 @@ def build_app(context: FrontendContext) -> web.Application:
     app.router.add_get("/v1/models/{name:.+}", _model)
     app.router.add_post("/tokenize", tokenize)
     app.router.add_post("/detokenize", detokenize)
+    if context.settings.tokenizer_info:
+        app.router.add_get("/tokenizer_info", tokenizer_info)
     app.router.add_get("/live", _live)
     app.router.add_get("/health", _ready)
     app.router.add_get("/ready", _ready)

@@ -14,7 +14,7 @@ import orjson
 from proto.messages import FinishReason
 from services.frontend.request import GenerateRequest
 from services.frontend.tokenizer import Tokenizer
-from services.frontend.tools_message import MessageReader, delta_json, message_json
+from services.frontend.tools_message import MessageReader, MessageReaders, delta_json, message_json
 from services.frontend.types import Output, OutputToken, TokenLogprob, Usage
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORTED: "abort"}
@@ -210,7 +210,7 @@ class ChatShape(Shape):
         self, request: GenerateRequest, tokenizer: Tokenizer, *, model: str, created: int, fingerprint: str
     ) -> None:
         super().__init__(request, tokenizer, model=model, created=created, fingerprint=fingerprint)
-        self._readers: dict[int, MessageReader] = {}  # of the choices of a stream, if there is something to look for
+        self._readers = MessageReaders(request.reading)
 
     def choice(self, index: int, collected: Collected) -> Json:
         """See Shape."""
@@ -240,13 +240,9 @@ class ChatShape(Shape):
         """See Shape. What is only the beginning of something else waits for the rest."""
         if self._request.reading is None:
             return super().event(output)
-        reader = self._readers.get(output.index)
-        if reader is None:
-            reader = self._readers[output.index] = MessageReader(self._request.reading, thinking=output.thinking)
-        ended = output.finish_reason is not FinishReason.NONE
-        delta = reader.feed(output.text, last=ended)
+        delta = self._readers.read(output)
         tokens = output.tokens if self._request.params.logprobs >= 0 else ()
-        if not (delta or tokens or ended):
+        if not (delta or tokens or output.finish_reason is not FinishReason.NONE):
             return None
         piece = {
             "index": output.index,
@@ -255,7 +251,7 @@ class ChatShape(Shape):
             **self._end(output),
         }
         self._begun.add(output.index)
-        if reader.called and piece["finish_reason"] == "stop":
+        if piece["finish_reason"] == "stop" and self._readers.called(output.index):
             piece["finish_reason"] = "tool_calls"
         return self._framed(orjson.dumps(piece), output)
 

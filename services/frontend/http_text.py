@@ -1,6 +1,8 @@
-"""`/tokenize` and `/detokenize`."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`."""
 
 from __future__ import annotations
+
+import asyncio
 
 import orjson
 from aiohttp import web
@@ -9,6 +11,7 @@ from services.frontend.http_body import read_json
 from services.frontend.http_keys import CONTEXT
 from services.frontend.prepare import encode, render_chat
 from services.frontend.request import ValidationFailed, limits_of
+from services.frontend.tokenizer_files import tokenizer_settings
 from services.frontend.validate import check_ids, check_model, validate_chat, validate_completion
 
 
@@ -50,6 +53,11 @@ async def detokenize(request: web.Request) -> web.Response:
         raise ValidationFailed("tokens must be a list of token ids", "tokens")
     ids = check_ids(tokens, "tokens", limits)
     return _json({"prompt": context.tokenizer.decode(ids, skip_special_tokens=False)})
+
+
+async def tokenizer_info(request: web.Request) -> web.Response:
+    """GET /tokenizer_info: what a client needs to do the tokenizer's and the template's work itself."""
+    return _json(await asyncio.to_thread(tokenizer_settings, request.app[CONTEXT].model))
 
 
 def _json(value: object) -> web.Response:

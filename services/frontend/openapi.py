@@ -10,12 +10,14 @@ import orjson
 from aiohttp import web
 from pydantic.json_schema import models_json_schema
 
+from services.frontend.http_keys import CONTEXT
 from services.frontend.schema import ChatBody, CompletionBody
 
 Json = dict[str, Any]
 
 OBJECT: Json = {"type": "object"}
 TEXT: Json = {"type": "string"}
+OPTIONAL_TEXT: Json = {"type": ["string", "null"]}
 COUNT: Json = {"type": "integer", "minimum": 0}
 IDS: Json = {"type": "array", "items": COUNT, "minItems": 1}
 REFERENCES = "#/components/schemas/{model}"
@@ -74,29 +76,29 @@ USAGE: Json = {
 }
 
 
-async def openapi(_request: web.Request) -> web.Response:
+async def openapi(request: web.Request) -> web.Response:
     """GET /openapi.json."""
-    return web.Response(body=_encoded(), content_type="application/json")
+    return web.Response(body=_encoded(request.app[CONTEXT].settings.tokenizer_info), content_type="application/json")
 
 
 @cache
-def _encoded() -> bytes:
-    return orjson.dumps(description())
+def _encoded(tokenizer_info: bool) -> bytes:
+    return orjson.dumps(description(tokenizer_info=tokenizer_info))
 
 
-def description() -> Json:
-    """The whole document."""
+def description(*, tokenizer_info: bool = False) -> Json:
+    """The whole document. tokenizer_info: with the route of that name."""
     _, models = models_json_schema([(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=REFERENCES)
     schemas: Json = models["$defs"]
     schemas["CompletionBody"]["properties"] |= {"prompt": PROMPT}
     schemas["ChatBody"]["properties"] |= {"messages": MESSAGES, "tools": TOOLS}
     schemas["ChatBody"]["required"] = ["messages"]
-    error = {"message": TEXT, "type": TEXT, "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]}}
+    error = {"message": TEXT, "type": TEXT, "param": OPTIONAL_TEXT, "code": OPTIONAL_TEXT}
     schemas["Error"] = _object(error=_object(**error))
     return {
         "openapi": "3.1.0",
         "info": {"title": "Signalbox", "version": version("signalbox")},
-        "paths": _generation() | _text() | _probes(),
+        "paths": _generation() | _text() | (_tokenizer_info() if tokenizer_info else {}) | _probes(),
         "components": {"schemas": schemas},
     }
 
@@ -122,6 +124,13 @@ def _text() -> Json:
         "/tokenize": {"post": _operation("tokenize", tokens, body={"anyOf": [prompt, messages]})},
         "/detokenize": {"post": _operation("detokenize", _object(prompt=TEXT), body=_object(tokens=IDS))},
     }
+
+
+def _tokenizer_info() -> Json:
+    answer = _object(
+        tokenizer_class=TEXT, chat_template=OPTIONAL_TEXT, bos_token=OPTIONAL_TEXT, eos_token=OPTIONAL_TEXT
+    )
+    return {"/tokenizer_info": {"get": _operation("tokenizer_info", answer, errors=False)}}
 
 
 def _probes() -> Json:

@@ -7,7 +7,7 @@ the default for every field.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -69,6 +69,9 @@ Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # Fails at the first wrong one: a report of each would take a body's worth of errors, and seconds.
 AllowedIds = Annotated[list[int], Field(min_length=1, max_length=MAX_ALLOWED_IDS, fail_fast=True)]
 Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
+# raw: of the model, before penalties and temperature. sampled: of the distribution that tokens are drawn from. The
+# others are vLLM's names of the same.
+LogprobsMode = Literal["raw", "sampled", "raw_logprobs", "processed_logprobs"]
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -124,6 +127,7 @@ class Body(BaseModel):
     logit_bias: Biases | None = None
     allowed_token_ids: AllowedIds | None = None
     prompt_logprobs: LogprobCount | None = None
+    logprobs_mode: LogprobsMode | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None  # the same for byte-wise decoding; accepted for clients
     add_special_tokens: bool | None = None
@@ -171,7 +175,6 @@ COMMON_LACKING: dict[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "early_stopping": (False,),
-    "logprobs_mode": ("raw", "raw_logprobs"),
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "truncate_prompt_tokens": (),

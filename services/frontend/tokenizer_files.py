@@ -1,11 +1,17 @@
-"""The small files of a model's folder as one archive, from which a gateway builds the same tokenizer."""
+"""What clients that do a tokenizer's work themselves are given: the small files of a model's folder as one archive,
+from which a gateway builds the same tokenizer, and the tokenizer's settings."""
 
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from services.frontend.context import ServedModel
 
 NAMES = (
     "tokenizer.json",
@@ -29,3 +35,13 @@ def zipped(folder: Path) -> bytes:
             if file.is_file():
                 target.write(file, file.name)
     return archive.getvalue()
+
+
+def tokenizer_settings(model: ServedModel) -> dict[str, Any]:
+    """Those of tokenizer_config.json, special tokens as texts, with the chat template in use here. OSError when the
+    file cannot be read."""
+    file = model.folder / "tokenizer_config.json"
+    said: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    plain = {key: value.get("content", value) if isinstance(value, dict) else value for key, value in said.items()}
+    ours = {"chat_template": model.chat_template, "bos_token": model.bos_token, "eos_token": model.eos_token}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **plain, **ours}

@@ -6,10 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from proto.messages import FinishReason
 from services.frontend.reasoning import ThoughtReader
 from services.frontend.request import Reading
 from services.frontend.tools import ToolFormat
 from services.frontend.tools_read import CallDelta, Delta, tool_reader
+from services.frontend.types import Output
 
 Json = dict[str, Any]
 
@@ -68,6 +70,27 @@ class MessageReader:
             delta.content += content
         elif content:
             delta.add(self._tools.feed(content))
+
+
+class MessageReaders:
+    """The readers of a request's choices, which are fed outputs as they come. reading: None when all is content."""
+
+    def __init__(self, reading: Reading | None) -> None:
+        self._reading = reading
+        self._readers: dict[int, MessageReader] = {}
+
+    def read(self, output: Output) -> MessageDelta:
+        """What is new in the output's choice."""
+        if self._reading is None:
+            return MessageDelta(content=output.text)
+        reader = self._readers.get(output.index)
+        if reader is None:
+            reader = self._readers[output.index] = MessageReader(self._reading, thinking=output.thinking)
+        return reader.feed(output.text, last=output.finish_reason is not FinishReason.NONE)
+
+    def called(self, index: int) -> bool:
+        """Whether there was a call in choice `index`."""
+        return index in self._readers and self._readers[index].called
 
 
 def message_json(delta: MessageDelta) -> Json:

@@ -293,6 +293,7 @@ def _sampling(parsed: Body, limits: Limits, logprobs: int, prompt_logprobs: int)
         allowed_ids=allowed_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprobs_as_drawn=parsed.logprobs_mode in ("sampled", "processed_logprobs"),
     )
 
 

@@ -30,6 +30,7 @@ from services.frontend.vllm_convert import ResponseMaker, renamed, validated
 
 SERVICE = pb.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 CHUNK_BYTES = 64 * 1024  # of a tokenizer's archive
+ROWS = "signalbox_requests_running_limit"
 ADVISED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -97,6 +98,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
             server_type="vllm-grpc",  # by which gateways know the protocol
             data_parallel_size=1,
             constrained_decoding_start="first_token",
+            max_num_seqs=_count(metrics, ROWS),
         )
 
     async def GetLoads(self, message: pb.GetLoadsRequest, call: Call) -> pb.GetLoadsResponse:
@@ -105,14 +107,18 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         running, waiting = _count(metrics, "signalbox_requests_running"), _count(metrics, "signalbox_requests_waiting")
         asked = metrics.get("signalbox_prefix_cache_queries_total", 0.0)
         hits = metrics.get("signalbox_prefix_cache_hits_total", 0.0)
+        usage, rows = metrics.get("signalbox_kv_cache_usage_ratio", 0.0), _count(metrics, ROWS)
         load = pb.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=waiting,
             num_total_reqs=running + waiting,
             num_used_tokens=_count(metrics, "signalbox_kv_slots_used"),
-            token_usage=metrics.get("signalbox_kv_cache_usage_ratio", 0.0),
+            max_total_num_tokens=_count(metrics, "signalbox_kv_slots"),
+            token_usage=usage,
             gen_throughput=metrics.get("signalbox_tokens_per_second", 0.0),
             cache_hit_rate=hits / asked if asked else 0.0,
+            utilization=max(usage, running / rows if rows else 0.0),
+            max_running_requests=rows,
             num_waiting_uncached_tokens=_count(metrics, "signalbox_waiting_tokens"),
         )
         others = message.HasField("dp_rank") and message.dp_rank != 0

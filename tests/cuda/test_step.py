@@ -20,8 +20,16 @@ LONG = [7 * n % 96 for n in range(75)]
 PROMPTS = [[5], LONG[:15], LONG[:16], LONG]
 PARAMS = [
     SamplingParams(logprobs=2),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9),
-    SamplingParams(temperature=1.0, bias_ids=(3,), bias_values=(1.5,), repetition_penalty=1.2, frequency_penalty=0.5),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, logprobs=2, logprobs_as_drawn=True),
+    SamplingParams(
+        temperature=1.0,
+        bias_ids=(3,),
+        bias_values=(1.5,),
+        repetition_penalty=1.2,
+        frequency_penalty=0.5,
+        logprobs=1,
+        logprobs_as_drawn=True,
+    ),
     SamplingParams(prompt_logprobs=1, min_tokens=3, eos_ids=(2,)),
 ]
 

@@ -13,7 +13,7 @@ from transformers.generation import logits_process as theirs
 from proto.messages import SamplingParams, int32
 from tests.unit.test_sampler import inputs
 from worker.philox import gumbel
-from worker.sampler import adjust, sample
+from worker.sampler import adjust, drawn_from, sample
 from worker.sampling import constraint, penalties_of
 
 VOCAB = 500
@@ -92,25 +92,24 @@ def test_presence_and_frequency_by_hand(presence: float, frequency: float) -> No
     torch.testing.assert_close(ours(params, logits()), expected)
 
 
-@pytest.mark.parametrize(
-    ("row", "processors"),
-    [
-        ({"temperature": 0.5}, [theirs.TemperatureLogitsWarper(0.5)]),
-        ({"temperature": 1.0, "top_k": 7}, [theirs.TopKLogitsWarper(7)]),
-        ({"temperature": 1.0, "top_p": 0.8}, [theirs.TopPLogitsWarper(0.8)]),
-        ({"temperature": 1.0, "min_p": 0.05}, [theirs.MinPLogitsWarper(0.05)]),
-        (
-            {"temperature": 1.7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
-            [
-                theirs.TemperatureLogitsWarper(1.7),
-                theirs.TopKLogitsWarper(40),
-                theirs.TopPLogitsWarper(0.9),
-                theirs.MinPLogitsWarper(0.02),
-            ],
-        ),
-    ],
-    ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
-)
+WARPERS: list[tuple[dict[str, Any], list[Any]]] = [
+    ({"temperature": 0.5}, [theirs.TemperatureLogitsWarper(0.5)]),
+    ({"temperature": 1.0, "top_k": 7}, [theirs.TopKLogitsWarper(7)]),
+    ({"temperature": 1.0, "top_p": 0.8}, [theirs.TopPLogitsWarper(0.8)]),
+    ({"temperature": 1.0, "min_p": 0.05}, [theirs.MinPLogitsWarper(0.05)]),
+    (
+        {"temperature": 1.7, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        [
+            theirs.TemperatureLogitsWarper(1.7),
+            theirs.TopKLogitsWarper(40),
+            theirs.TopPLogitsWarper(0.9),
+            theirs.MinPLogitsWarper(0.02),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "processors"), WARPERS, ids=[",".join(row) for row, _ in WARPERS])
 def test_draws_are_those_from_the_warped_logits(row: dict[str, Any], processors: list[Any]) -> None:
     """The largest of (warped logits + our noise), for 50 places: the same tokens as ours."""
     scores = logits()
@@ -121,6 +120,27 @@ def test_draws_are_those_from_the_warped_logits(row: dict[str, Any], processors:
     found = sample(scores.expand(50, -1), inputs(rows))
     noise = gumbel(torch.full((50, 1), 5), torch.arange(50)[:, None], torch.arange(VOCAB)[None])
     assert found.tolist() == (warped.double() + noise).argmax(dim=-1).tolist()
+
+
+@pytest.mark.parametrize(("row", "processors"), WARPERS, ids=[",".join(row) for row, _ in WARPERS])
+def test_the_distribution_that_is_drawn_from_is_that_of_the_warped_logits(
+    row: dict[str, Any], processors: list[Any]
+) -> None:
+    """Beside a row whose log-probabilities are the model's own, and a greedy one (temperature 1, not narrowed)."""
+    scores = logits()
+    warped = theirs.RepetitionPenaltyLogitsProcessor(1.3)(IDS, scores.clone())
+    penalised = warped.clone()
+    for processor in processors:
+        warped = processor(IDS, warped)
+    rule = constraint(SamplingParams(), 0, int32(), None)
+    rules = tuple(
+        dataclasses.replace(rule, index=index, repetition=1.3, known_ids=int32(np.unique(IDS.numpy())))
+        for index in range(3)
+    )
+    wanted = inputs([row, row, row | {"temperature": 0.0}], rules)
+    found = drawn_from(scores.expand(3, -1).contiguous(), dataclasses.replace(wanted, as_drawn=int32([0, 2])))
+    for line, expected in zip(found, (warped[0], scores[0], penalised[0]), strict=True):
+        torch.testing.assert_close(line.log_softmax(-1), expected.log_softmax(-1))
 
 
 def test_greedy_takes_the_largest_below_1e_minus_5() -> None:

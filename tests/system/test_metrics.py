@@ -95,7 +95,9 @@ async def test_gauges_are_zero_after_a_mass_abort(busy):
         )
         running = await asyncio.to_thread(samples, busy)
         assert running["signalbox_requests_running"] == 4
-        assert running["signalbox_kv_slots_used"] > 0
+        assert running["signalbox_requests_running_limit"] == 4
+        assert 0 < running["signalbox_kv_slots_used"] <= running["signalbox_kv_slots"]
+        assert running["signalbox_kv_slots"] % running["signalbox_kv_blocks"] == 0
         for call in calls:
             call.cancel()
         for answer in await asyncio.gather(*calls, return_exceptions=True):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
+import json
 import shutil
 import subprocess
 import sys
@@ -32,13 +34,16 @@ from signalbox_client import (
     Overloaded,
     RetryPolicy,
     ServerFault,
+    Tool,
     TooLarge,
+    ToolCall,
     Unavailable,
     WeightsChanged,
 )
 from tests.support.fake_engine import FakeEngine, fake_context
 from tests.support.grpc_front import WORDS, OpenFront, aborted, grpc_front, submitted
-from tests.support.tiny_tokenizer import ids_of
+from tests.support.tiny_tokenizer import ids_of, tiny_served_model
+from tests.unit.test_tools import CALL, script
 
 QUICK = RetryPolicy(first_delay=0.001)
 TEXT = "".join(WORDS)
@@ -87,6 +92,38 @@ async def test_conversations(client: AsyncClient, engine: FakeEngine, turn):
     shorter = engine.adds[-1].prompt_ids.tolist()
     assert len(shorter) < len(opened)
     assert opened[: len(shorter)] == shorter
+
+
+async def test_tools_and_thoughts(engine: FakeEngine):
+    city = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    tool = Tool("get_weather", "now", city)
+    model = dataclasses.replace(tiny_served_model(), thinks=True)
+    engine.script = lambda add, index: script(f"<think>hm</think>{CALL}")
+    async with (
+        grpc_front(engine, fake_context(engine, model=model)) as opened,
+        AsyncClient(f"127.0.0.1:{opened.front.port}", timeout=30) as client,
+    ):
+        question = Message("user", "Weather?")
+        (choice,) = (await client.generate([question], tools=[tool], parallel_tool_calls=False)).choices
+        pieces = [piece async for piece in client.stream([question], tools=[tool])]
+        told = [question, choice.message, Message("tool", "sunny", tool_call_id=choice.tool_calls[0].id)]
+        assert (await client.generate(told, tools=[tool], tool_choice="none")).choices[0].tool_calls == ()
+        for wanted in ("required", "get_weather"):
+            await client.generate([question], tools=[tool], tool_choice=wanted)
+            assert engine.adds[-1].params.grammar
+        with pytest.raises(InvalidRequest) as caught:
+            await client.generate([question], tools=[tool], tool_choice="other")
+        assert caught.value.field == "chat.tool_choice"
+        with pytest.raises(ValueError, match="tools: is for conversations"):
+            await client.generate("Hello", tools=[tool])
+    assert (choice.finish_reason, choice.reasoning, choice.text) == ("tool_calls", "hm", "")
+    (call,) = choice.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Rome"})
+    assert choice.message == Message("assistant", "", tool_calls=(call,), reasoning="hm")
+    assert "".join(piece.reasoning for piece in pieces) == "hm"
+    parts = [part for piece in pieces for part in piece.tool_calls]
+    assert (parts[0].name, "".join(part.arguments for part in parts)) == ("get_weather", call.arguments)
+    assert (pieces[-1].finish_reason, isinstance(call, ToolCall)) == ("tool_calls", True)
 
 
 async def test_forks(client: AsyncClient, engine: FakeEngine):
@@ -277,7 +314,7 @@ def test_both_clients_offer_the_same():
 def test_every_field_of_the_schema_is_an_option():
     fields = set(signalbox_pb2.GenerateRequest.DESCRIPTOR.fields_by_name)
     of_prompt = {"text", "chat", "token_ids", "fork"}
-    own = {"add_generation_prompt"}
+    own = set(signalbox_pb2.ChatMessages.DESCRIPTOR.fields_by_name) - {"messages"}
     assert set(get_type_hints(Options)) - own == fields - of_prompt - {"timeout"}  # the call's deadline holds as well
 
 

@@ -135,7 +135,7 @@ def test_malformed_frames_name_what_is_wrong(data: bytes, problem: str) -> None:
         ("Add", [3, 0], float("nan"), "Add.params.temperature: must be finite, not nan"),
         ("Add", [3, 11], b"\0" * 7 + b"\x7f", "Add.params.bias_values: must match the 0 bias_ids, not 1"),
         ("Add", [3, 8], np.int64([-1]).tobytes(), "Add.params.eos_ids: must hold ids from 0"),
-        ("Add", [3, 17], 1, "Add.params: SamplingParams has 17 fields, not 18"),
+        ("Add", [3, 18], 1, "Add.params: SamplingParams has 18 fields, not 19"),
         ("Add", [5, 0, 3], 99, "Add.sequences[0].delivered: 99 is beyond 2 known tokens"),
         ("Add", [5, 0], 99, "Add.sequences[0]: must be the fields of SequenceStart (array), not int"),
         ("Add", [11], "soon", "Add.deadline: must be a number, not str"),

@@ -150,7 +150,9 @@ def test_finish_reasons_are_those_of_the_records():
     for reason in FinishReason:
         name = "UNSPECIFIED" if reason is FinishReason.NONE else reason.name
         assert finish_reason(reason) == f"FINISH_REASON_{name}"
-    assert len(FinishReason) == len(pb.FinishReason.keys())
+        assert finish_reason(reason, called=True) == (
+            "FINISH_REASON_TOOL_CALLS" if reason is FinishReason.STOP else f"FINISH_REASON_{name}"
+        )
 
 
 async def test_tenant_and_salt_reach_the_engine(engine):

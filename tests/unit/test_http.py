@@ -8,6 +8,7 @@ import gc
 import io
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -463,10 +464,35 @@ async def test_tokenize_and_detokenize() -> None:
         assert answer == {"prompt": "<|im_start|> quick"}
 
 
-async def test_the_description_holds_every_route() -> None:
+async def test_tokenizer_info_is_there_when_it_was_asked_for(tmp_path: Path) -> None:
+    model, settings = tiny_served_model(folder=tmp_path), FrontendSettings(tokenizer_info=True)
     async with http_front(fake_context(FakeEngine())) as front:
+        assert (await front.get("/tokenizer_info")).status == 404
+    expected = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": model.chat_template,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+    }
+    async with http_front(fake_context(FakeEngine(), model=model, settings=settings)) as front:
+        assert await (await front.get("/tokenizer_info")).json() == expected
+        said = {
+            "tokenizer_class": "GPT2Tokenizer",
+            "pad_token": {"content": "<pad>", "lstrip": False},
+            "chat_template": [],
+        }
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
+        told = await (await front.get("/tokenizer_info")).json()
+        assert told == expected | {"tokenizer_class": "GPT2Tokenizer", "pad_token": "<pad>"}
+
+
+@pytest.mark.parametrize("tokenizer_info", [False, True])
+async def test_the_description_holds_every_route(tokenizer_info: bool) -> None:
+    settings = FrontendSettings(tokenizer_info=tokenizer_info)
+    async with http_front(fake_context(FakeEngine(), settings=settings)) as front:
         described = await (await front.get("/openapi.json")).json()
-    served = {resource.canonical for resource in build_app(fake_context(FakeEngine())).router.resources()}
+    app = build_app(fake_context(FakeEngine(), settings=settings))
+    served = {resource.canonical for resource in app.router.resources()}
     assert set(described["paths"]) == served
     text = json.dumps(described)
     for reference in set(re.findall(r"#/components/schemas/(\w+)", text)):

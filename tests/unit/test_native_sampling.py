@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from worker.cpu.native.step import CapturedStep
 from worker.executor import StepOutputs
 from worker.inputs import ScoreInputs, StepInputs
 from worker.ranking import score
-from worker.sampler import sample
+from worker.sampler import drawn_from, sample
 from worker.sampling import NO_TOKEN, Adjustment, SampleInputs
 
 VOCAB = 2003
@@ -130,6 +131,26 @@ def test_adjustments_are_those_of_the_torch_sampler(rules: list[Adjustment], see
     logits = np.random.default_rng(seed).standard_normal((3, VOCAB)).astype(np.float32)
     wanted = inputs([row, row | {"seed": 1}, {}], tuple(rules))
     assert np.array_equal(SAMPLER(logits, wanted).tokens, sample(torch.from_numpy(logits.copy()), wanted))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(RULES, max_size=2, unique_by=lambda found: found.index), st.integers(0, 2**32), PARAMETERS)
+def test_scores_of_what_is_drawn_from_are_those_of_the_torch_sampler(
+    rules: list[Adjustment], seed: int, row: dict[str, Any]
+) -> None:
+    logits = (np.random.default_rng(seed).standard_normal((4, VOCAB)) * 3).astype(np.float32)
+    row = row | {"tops": 3}
+    wanted = inputs([row, row | {"seed": 1}, row, row | {"tops": -1}], tuple(rules))
+    wanted = dataclasses.replace(wanted, as_drawn=int32([0, 1]))
+    found = SAMPLER(logits, wanted)
+    assert found.sampled is not None
+    drawn = drawn_from(torch.from_numpy(logits.copy()), wanted)
+    good = np.flatnonzero(found.tokens[:3] != NO_TOKEN)
+    expected = score(drawn[good], torch.from_numpy(found.tokens[good]).long(), 3)
+    np.testing.assert_allclose(found.sampled.values[good], expected.values, atol=2e-5)
+    assert np.array_equal(found.sampled.ranks[good], expected.ranks)
+    np.testing.assert_allclose(found.sampled.top_values[good], expected.top_values, atol=2e-5)
+    assert np.isfinite(found.sampled.values[good]).all()
 
 
 def test_no_allowed_id() -> None:

@@ -316,7 +316,6 @@ def test_refused_in_chat(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs_mode", "sampled"),
         ("use_beam_search", True),
         ("length_penalty", 0.5),
         ("truncate_prompt_tokens", 5),
@@ -351,6 +350,19 @@ def test_what_we_lack_is_refused_by_name(field: str, value: object) -> None:
 def test_what_we_lack_may_be_left_at_its_default(field: str, value: object) -> None:
     assert completion(**{field: value}) == completion()
     assert chat(**{field: value}) == chat()
+
+
+@pytest.mark.parametrize(
+    ("mode", "as_drawn"),
+    [("raw", False), ("raw_logprobs", False), (None, False), ("sampled", True), ("processed_logprobs", True)],
+)
+def test_logprobs_are_of_the_model_or_of_what_is_drawn_from(mode: str | None, as_drawn: bool) -> None:
+    for request in (completion, chat):
+        assert request(logprobs_mode=mode).params.logprobs_as_drawn is as_drawn
+        for wrong in ("raw_logits", "processed_logits", "", 1):
+            with pytest.raises(ValidationFailed, match="logprobs_mode must be 'raw'") as caught:
+                request(logprobs_mode=wrong)
+            assert caught.value.param == "logprobs_mode"
 
 
 @pytest.mark.parametrize("value", [0, [], {}, ""])

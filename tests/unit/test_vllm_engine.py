@@ -243,9 +243,39 @@ async def test_health_model_server_and_loads(vllm, engine):
     assert info.default_sampling_params_json == ""
     server = await vllm.GetServerInfo(pb.GetServerInfoRequest())
     assert (server.server_type, server.active_requests, server.data_parallel_size) == ("vllm-grpc", 1, 1)
-    loads = await vllm.GetLoads(pb.GetLoadsRequest())
-    assert [load.num_running_reqs for load in loads.loads] == [1]
+    (load,) = (await vllm.GetLoads(pb.GetLoadsRequest())).loads
+    assert (load.num_running_reqs, load.utilization) == (1, 0.0)
     assert not (await vllm.GetLoads(pb.GetLoadsRequest(dp_rank=1))).loads
+
+
+async def test_loads_are_the_schedulers_figures(vllm, engine):
+    engine.counters = lambda: {
+        "signalbox_requests_running": 6.0,
+        "signalbox_requests_running_limit": 8.0,
+        "signalbox_requests_waiting": 3.0,
+        "signalbox_waiting_tokens": 700.0,
+        "signalbox_kv_slots": 4096.0,
+        "signalbox_kv_slots_used": 900.0,
+        "signalbox_kv_cache_usage_ratio": 0.25,
+        "signalbox_tokens_per_second": 120.5,
+        "signalbox_prefix_cache_queries_total": 1000.0,
+        "signalbox_prefix_cache_hits_total": 400.0,
+    }
+    (load,) = (await vllm.GetLoads(pb.GetLoadsRequest(dp_rank=0))).loads
+    assert load == pb.SchedulerLoad(
+        num_running_reqs=6,
+        num_waiting_reqs=3,
+        num_total_reqs=9,
+        num_used_tokens=900,
+        max_total_num_tokens=4096,
+        token_usage=0.25,
+        gen_throughput=120.5,
+        cache_hit_rate=0.4,
+        utilization=0.75,
+        max_running_requests=8,
+        num_waiting_uncached_tokens=700,
+    )
+    assert (await vllm.GetServerInfo(pb.GetServerInfoRequest())).max_num_seqs == 8
 
 
 async def test_the_tokenizer_comes_in_chunks_with_a_checksum(engine, tmp_path: Path):

@@ -24,8 +24,8 @@ from worker.models.weights import DecoderWeights, load_weights
 from worker.parallel.group import ALONE, Group
 from worker.parallel.orders import StepOrder
 from worker.ranking import CHUNK, score
-from worker.sampler import sample
-from worker.sampling import NO_TOKEN
+from worker.sampler import drawn_from, sample
+from worker.sampling import NO_TOKEN, SampleInputs
 
 
 class CpuExecutor:
@@ -100,7 +100,7 @@ class CpuExecutor:
             return StepOutputs(
                 finite=_finite(inputs, hidden, logits_SV, tokens),
                 tokens=tokens,
-                sampled=_score_sampled(logits_SV, tokens, inputs.sample.tops),
+                sampled=_score_sampled(logits_SV, tokens, inputs.sample),
                 prompt=self._score_prompt(hidden, inputs),
             )
 
@@ -149,11 +149,11 @@ class CpuExecutor:
         return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
-def _score_sampled(logits_SV: Tensor, tokens: Int32, wanted: Int32) -> Scores | None:
-    if not (wanted >= 0).any():
+def _score_sampled(logits_SV: Tensor, tokens: Int32, sampled: SampleInputs) -> Scores | None:
+    if not (sampled.tops >= 0).any():
         return None
     targets = torch.from_numpy(tokens).long().clamp(min=0)
-    return score(logits_SV, targets, int(wanted.max()))
+    return score(drawn_from(logits_SV, sampled), targets, int(sampled.tops.max()))
 
 
 def _finite(inputs: StepInputs, hidden: Tensor, logits_SV: Tensor, sampled: Int32) -> NDArray[np.bool_]:

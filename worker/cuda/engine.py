@@ -19,6 +19,7 @@ from proto.messages import Int32, Join, int32
 from worker.cuda.backend import Arrival, GraphBackend
 from worker.cuda.buckets import Bucket, Buckets
 from worker.cuda.decoder import Decoder
+from worker.cuda.drawn import drawn_from
 from worker.cuda.graphs import GraphSet
 from worker.cuda.kernels.adjust import Best
 from worker.cuda.kernels.draw import Drawing
@@ -38,12 +39,13 @@ TOPS = (0, 5, 20)
 
 @dataclass(frozen=True)
 class SamplerKey:
-    """One sampler: how many lines it samples, alternatives beside log-probabilities (None: neither), and whether some
-    row has a bias."""
+    """One sampler: how many lines it samples, alternatives beside log-probabilities (None: neither), whether some row
+    has a bias, and whether some row's log-probabilities are of what it is drawn from."""
 
     lines: int
     num_top: int | None = None
     biased: bool = False
+    as_drawn: bool = False
 
 
 class Engine:
@@ -129,7 +131,8 @@ class Engine:
             if (tops >= 0).any():
                 num_top = next(top for top in TOPS if top >= tops.max())
             if size:
-                key = SamplerKey(self.buckets.samples(size), num_top, any(len(rule.bias_ids) for rule in rules))
+                biased, as_drawn = any(len(rule.bias_ids) for rule in rules), len(inputs.sample.as_drawn) > 0
+                key = SamplerKey(self.buckets.samples(size), num_top, biased, as_drawn)
                 self.graphs.run(key, lambda: self._sample(key))
             prompt = self._score_prompt(inputs.score)
             return Step(self, inputs, num_top, self.backend.download(self.state.outputs_memory), prompt)
@@ -145,6 +148,8 @@ class Engine:
         rows = inputs.rows[sample.rows]
         penalties = sampling.penalties[rows]
         penalised = (penalties != np.array(NO_PENALTIES, np.float32)).any(axis=1)
+        as_drawn = np.zeros(len(rows), np.int32)
+        as_drawn[sample.as_drawn] = 1
         return {
             "num_rows": int32([len(inputs.rows)]),
             "rows": inputs.rows,
@@ -165,6 +170,7 @@ class Engine:
             "repetition": penalties[:, 0],
             "presence": penalties[:, 1],
             "frequency": penalties[:, 2],
+            "as_drawn": as_drawn,
         }
 
     def _send_tables(self, deltas: Deltas, rows: Int32) -> None:
@@ -235,6 +241,9 @@ class Engine:
         rows, counted = wanted["sample_rows"], wanted["count_rows"]
         kernels.append(found["tokens"], rows, wanted["positions"], state.tokens, counted, state.counts)
         if key.num_top is not None:
+            if key.as_drawn:
+                drawn = drawn_from(logits_SV, best, drawing)
+                plain = torch.where(wanted["as_drawn"][:, None] != 0, drawn, plain)
             self._score_sampled(plain, found, key.num_top)
 
     def _score_sampled(self, logits_SV: Tensor, found: dict[str, Tensor], num_top: int) -> None:

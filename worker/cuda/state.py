@@ -75,7 +75,9 @@ class DeviceState:
         self.inputs = Packed(
             dict.fromkeys(("rows", "starts", "counts", "held", "new_counts"), (I32, rows))
             | {"num_rows": (I32, 1), "new_ids": (I32, sizes.new_ids)}
-            | dict.fromkeys(("sample_tokens", "sample_rows", "positions", "top_k", "count_rows"), (I32, rows))
+            | dict.fromkeys(
+                ("sample_tokens", "sample_rows", "positions", "top_k", "count_rows", "as_drawn"), (I32, rows)
+            )
             | dict.fromkeys(("temperature", "repetition", "presence", "frequency"), (F32, rows))
             | {"seeds": (I64, rows), "top_p": (F64, rows), "min_p": (F64, rows)}
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from signalbox_client.aio import AsyncClient
-from signalbox_client.answers import Answer, Choice, ModelInfo, Piece, TokenLogprob, TopLogprob, Usage
+from signalbox_client.answers import Answer, Choice, ModelInfo, Piece, TokenLogprob, ToolCallPart, TopLogprob, Usage
 from signalbox_client.client import Client
 from signalbox_client.errors import (
     Cancelled,
@@ -18,7 +18,7 @@ from signalbox_client.errors import (
     Unavailable,
     WeightsChanged,
 )
-from signalbox_client.requests import Fork, Message, Options
+from signalbox_client.requests import Fork, Message, Options, Tool, ToolCall
 from signalbox_client.retry import RetryPolicy
 
 __all__ = [
@@ -42,6 +42,9 @@ __all__ = [
     "SignalboxError",
     "TokenLogprob",
     "TooLarge",
+    "Tool",
+    "ToolCall",
+    "ToolCallPart",
     "TopLogprob",
     "Unavailable",
     "Usage",

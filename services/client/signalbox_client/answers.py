@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from signalbox_client import signalbox_pb2 as pb
+from signalbox_client.requests import Message, ToolCall
 
-FinishReason = Literal["stop", "length", "aborted"]
+FinishReason = Literal["stop", "length", "aborted", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class TopLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Of one token, as the model gave it. logprob: None for the first token of a prompt. rank: 1 for the likeliest.
+    """Of one token. logprob: None for the first token of a prompt. rank: 1 for the likeliest.
     raw: its bytes, which need not be whole characters. text_offset: in characters. top: likeliest first."""
 
     token_id: int
@@ -46,9 +47,20 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCallPart:
+    """A part of call `index` of a choice: its beginning, with id and name, or some of its arguments."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What is new in choice `index` of a stream. finish_reason: set in its last piece. prompt: it is the echo.
-    stop_reason: the stop string or id that ended it."""
+    stop_reason: the stop string or id that ended it. reasoning: of a thought, which is no part of the text; neither are
+    tool_calls."""
 
     request_id: str
     index: int
@@ -59,11 +71,13 @@ class Piece:
     finish_reason: FinishReason | None
     stop_reason: str | int | None
     usage: Usage
+    reasoning: str
+    tool_calls: tuple[ToolCallPart, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A whole answer, number `index`."""
+    """A whole answer, number `index`. reasoning, tool_calls: thought and called by the model; no part of the text."""
 
     index: int
     text: str
@@ -71,6 +85,13 @@ class Choice:
     logprobs: tuple[TokenLogprob, ...]
     finish_reason: FinishReason
     stop_reason: str | int | None
+    reasoning: str
+    tool_calls: tuple[ToolCall, ...]
+
+    @property
+    def message(self) -> Message:
+        """The answer as the assistant's message of a conversation that goes on."""
+        return Message("assistant", self.text, tool_calls=self.tool_calls, reasoning=self.reasoning or None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +136,8 @@ def piece_of(response: pb.GenerateResponse) -> Piece:
         finish_reason=_finish_reason(response.finish_reason) if response.finish_reason else None,
         stop_reason=_stop_reason(response),
         usage=_usage(response.usage),
+        reasoning=response.reasoning,
+        tool_calls=tuple(ToolCallPart(part.index, part.id, part.name, part.arguments) for part in response.tool_calls),
     )
 
 
@@ -131,6 +154,8 @@ def answer_of(response: pb.GenerateOnceResponse) -> Answer:
                 logprobs=_logprobs(choice.logprobs),
                 finish_reason=_finish_reason(choice.finish_reason),
                 stop_reason=_stop_reason(choice),
+                reasoning=choice.reasoning,
+                tool_calls=tuple(ToolCall(call.id, call.name, call.arguments) for call in choice.tool_calls),
             )
             for choice in response.choices
         ),

@@ -11,12 +11,36 @@ from signalbox_client import signalbox_pb2 as pb
 
 
 @dataclass(frozen=True)
-class Message:
-    """One message of a conversation. name: who said it, where the model's template shows that."""
+class ToolCall:
+    """A call of a tool. arguments: a JSON object, as text."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call. parameters: the JSON schema of its arguments, as such or as text; None: it
+    takes none."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | str | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation. name: who said it, where the model's template shows that. tool_calls, reasoning:
+    what an assistant called and thought, as an answer's Choice has it. tool_call_id: which call a tool's message
+    answers."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     name: str | None = None
+    tool_calls: Sequence[ToolCall] = ()
+    tool_call_id: str | None = None
+    reasoning: str | None = None
 
 
 @dataclass(frozen=True)
@@ -29,7 +53,10 @@ class Fork:
 
 
 # Text, token ids, a conversation, or a point of another request.
-Prompt = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, str]] | Fork
+Prompt = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, Any]] | Fork
+
+MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
+FOR_CHAT = ("add_generation_prompt", "tools", "tool_choice", "parallel_tool_calls")
 
 
 class Options(TypedDict, total=False):
@@ -38,7 +65,11 @@ class Options(TypedDict, total=False):
     request_id: str
     model: str
     add_special_tokens: bool
-    add_generation_prompt: bool  # for conversations
+    # These are for conversations.
+    add_generation_prompt: bool
+    tools: Sequence[Tool]
+    tool_choice: str  # auto, none, required, or the name of the one that must be called
+    parallel_tool_calls: bool
     n: int
     max_tokens: int
     min_tokens: int
@@ -61,6 +92,7 @@ class Options(TypedDict, total=False):
     echo: bool
     logprobs: int
     prompt_logprobs: int
+    logprobs_mode: Literal["raw", "sampled"]
     priority: int
     user: str
     cache_salt: str
@@ -74,7 +106,7 @@ class Options(TypedDict, total=False):
 def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
     """The message. Raises TypeError or ValueError, which name the field, for what it cannot hold."""
     fields: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    opened = fields.pop("add_generation_prompt", None)
+    for_chat = {name: fields.pop(name) for name in FOR_CHAT if name in fields}
     if isinstance(fields.get("stop"), str):
         fields["stop"] = [fields["stop"]]
     if "choice" in fields:
@@ -88,8 +120,10 @@ def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
     _set_prompt(request, prompt)
-    if opened is not None:
-        request.chat.add_generation_prompt = opened
+    if for_chat and not request.HasField("chat"):
+        raise ValueError(f"{next(iter(for_chat))}: is for conversations; give messages as the prompt")
+    for name, value in for_chat.items():
+        _set_chat_field(request.chat, name, value)
     return request
 
 
@@ -104,9 +138,37 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
         request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))  # type: ignore[arg-type]  # what is no id raises
 
 
+def _set_chat_field(chat: pb.ChatMessages, name: str, value: Any) -> None:
+    if name == "tools":
+        chat.tools.extend(_tool(tool) for tool in value)
+    elif name == "tool_choice" and value in MODES:
+        chat.tool_choice.mode = MODES[value]
+    elif name == "tool_choice":
+        chat.tool_choice.name = value
+    else:
+        setattr(chat, name, value)
+
+
+def _tool(tool: Tool) -> pb.Tool:
+    if not isinstance(tool, Tool):
+        raise TypeError(f"tools: holds Tool only, not {type(tool).__name__}")
+    parameters = tool.parameters
+    text = json.dumps(parameters) if isinstance(parameters, Mapping) else parameters
+    return pb.Tool(name=tool.name, description=tool.description, parameters=text)
+
+
 def _message(message: object) -> pb.ChatMessage:
     if isinstance(message, Message):
-        return pb.ChatMessage(role=message.role, content=message.content, name=message.name)
+        return pb.ChatMessage(
+            role=message.role,
+            content=message.content,
+            name=message.name,
+            tool_calls=[
+                pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in message.tool_calls
+            ],
+            tool_call_id=message.tool_call_id,
+            reasoning=message.reasoning,
+        )
     if isinstance(message, Mapping):
         return pb.ChatMessage(**message)
     raise TypeError(f"prompt: a conversation holds messages only, not {type(message).__name__}")

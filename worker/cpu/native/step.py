@@ -40,6 +40,8 @@ HEAD_COLUMNS = (
     ("score_ranks", np.int32),
 )
 
+AS_DRAWN = 2  # in wants_score: the score is of the distribution that the token is drawn from
+
 
 class CapturedStep:
     """Runs steps of up to `max_tokens` tokens, `max_rows` rows and `max_samples` sampled tokens (0: one for each
@@ -117,6 +119,7 @@ class CapturedStep:
             ("wants_score", sample.tops >= 0),
         ):
             self._columns[name][: len(values)] = values
+        self._columns["wants_score"][sample.as_drawn] = AS_DRAWN
         self._columns["sources"][len(sample.tokens) : len(sample.tokens) + len(score.tokens)] = score.tokens
 
     def _fill_tables(self, inputs: StepInputs) -> Int32:

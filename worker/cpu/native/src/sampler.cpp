@@ -18,6 +18,8 @@ constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 // Below this temperature the most likely token is taken.
 constexpr float GREEDY_BELOW = 1e-5f;
 constexpr int NO_TOKEN = -1;
+// In wants_score: of the distribution that the token is drawn from.
+constexpr int AS_DRAWN = 2;
 // Candidates that are put in order before the whole vocabulary is.
 constexpr size_t SHORTLIST = 1024;
 // Candidates of the first look: within this distance of the best value.
@@ -224,6 +226,25 @@ int sample(const Model& model, const Step& step, int row, const float* logits, S
   return draw_narrowed(x, vocab, best, heat, limits, key, scratch);
 }
 
+// The logits of the distribution that `sample` has just drawn from, over the temperature; minus infinity for what was
+// ruled out. A greedy row has the temperature 1, and nothing narrows it.
+const float* drawn_from(const Model& model, const Step& step, int row, const float* logits, SamplerScratch& scratch) {
+  const int vocab = model.vocab;
+  const float* x = step.adjustment_of[row] >= 0 ? scratch.adjusted.data() : logits;
+  const bool greedy = step.temperatures[row] < GREEDY_BELOW;
+  std::vector<float>& drawn = scratch.drawn;
+  if (!greedy && (step.top_k[row] > 0 || step.top_p[row] < 1.0 || step.min_p[row] > 0.0)) {
+    drawn.assign(vocab, MINUS_INFINITY);
+    for (size_t i = 0; i < scratch.kept.size(); ++i)
+      if (scratch.kept[i]) drawn[scratch.candidates[i].id] = scratch.candidates[i].value;
+    return drawn.data();
+  }
+  const float best = largest(x, vocab), heat = greedy ? 1.0f : step.temperatures[row];
+  drawn.resize(vocab);
+  for (int id = 0; id < vocab; ++id) drawn[id] = (x[id] - best) / heat;
+  return drawn.data();
+}
+
 // Value and rank of `target`, and the most likely tokens in order.
 void score(const Model& model, const Step& step, int row, const float* logits, int target) {
   const int vocab = model.vocab;
@@ -268,7 +289,9 @@ void finish_row(const Model& model, const Step& step, int row, const float* logi
   }
   const int token = finite ? sample(model, step, row, logits, scratch) : 0;
   step.sampled[row] = token;
-  if (step.wants_score[row]) score(model, step, row, logits, std::max(token, 0));
+  if (!step.wants_score[row]) return;
+  const bool as_drawn = step.wants_score[row] == AS_DRAWN && finite && token != NO_TOKEN;
+  score(model, step, row, as_drawn ? drawn_from(model, step, row, logits, scratch) : logits, std::max(token, 0));
 }
 
 }  // namespace signalbox

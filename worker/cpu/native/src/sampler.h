@@ -17,7 +17,8 @@ struct SamplerScratch {
   std::vector<float> adjusted;
   std::vector<uint8_t> allowed;
   std::vector<Candidate> candidates;
-  std::vector<uint8_t> kept;
+  std::vector<uint8_t> kept;  // of the candidates, by the last row that was narrowed
+  std::vector<float> drawn;
 };
 
 // Finishes row `row` of the S + P: samples from the first S, scores the others, and sets its finite flag.

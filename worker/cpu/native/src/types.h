@@ -106,7 +106,7 @@ struct Step {
   const int32_t* top_k;
   const double* top_p;
   const double* min_p;
-  const int32_t* wants_score;
+  const int32_t* wants_score;  // 0: no, 1: of the logits, 2: of the distribution that is drawn from
   const int32_t* adjustment_of;  // [S], -1 for none
   const Adjustment* adjustments;
   const int32_t* bias_ids;
