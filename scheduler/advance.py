@@ -9,7 +9,7 @@ from scheduler.events import Actions, Drain, Event, FromFrontend, FromWorker, Pe
 from scheduler.planner import plan_all
 from scheduler.requests import check_deadlines, check_frontends, lose_frontend, on_frontend
 from scheduler.state import SchedulerState
-from scheduler.workers import check_workers, end_unservable, lose, lose_silent, on_worker, prove, remind
+from scheduler.workers import call_silent, check_workers, end_unservable, lose, lose_silent, on_worker, prove, remind
 
 
 def advance(state: SchedulerState, events: Seq[Event], now: float) -> Actions:
@@ -25,11 +25,12 @@ def advance(state: SchedulerState, events: Seq[Event], now: float) -> Actions:
     check_frontends(state, now)
     check_deadlines(state, now)
     end_unservable(state, now)
+    actions.plans += remind(state, now)
     actions.plans += plan_all(state, now)
     actions.frames += frames(state)
     if beat_due(state, now):
         actions.plans += prove(state, now)
-        actions.plans += remind(state, now)
+        actions.plans += call_silent(state)
         actions.frames += beats(state, now)
     actions.complaints, state.complaints = state.complaints, []
     return actions

@@ -37,8 +37,8 @@ class SchedulerConfig:
     """Silence after which a frontend counts as dead and its requests are aborted."""
     recovery_timeout: float = 30.0
     """How long requests wait for a usable worker before they end as unavailable."""
-    beat_interval: float = 0.5
-    """Between two state messages to the frontends."""
+    beat_interval: float = 0.6
+    """Longest time between two state messages to the frontends."""
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_chunk", "max_queued_requests"):

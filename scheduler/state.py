@@ -71,6 +71,7 @@ class Worker:
     hello: WorkerHello
     link: int
     last_seen: float
+    next_reminder: float  # when it is told its epoch again unless it is heard in it
     max_rows: int
     window: int
     pool: BlockPool
@@ -103,6 +104,7 @@ class Worker:
             hello=hello,
             link=link,
             last_seen=now,
+            next_reminder=now,
             max_rows=max_rows,
             window=config.window or hello.window,
             pool=BlockPool(group.num_blocks, group.block_size),
@@ -297,7 +299,8 @@ class SchedulerState:
     def next_deadline(self, now: float) -> float:
         """When advance must be called again although nothing arrived."""
         times = [self.next_beat]
-        times += [worker.last_seen + self.config.worker_timeout for worker in self.workers.values()]
+        for worker in self.workers.values():
+            times += (worker.next_reminder, worker.last_seen + self.config.worker_timeout)
         times += [frontend.last_seen + self.config.frontend_timeout for frontend in self.frontends.values()]
         if self.deadlines:
             times.append(self.deadlines[0][0])

@@ -26,6 +26,7 @@ from scheduler.results import apply_result
 from scheduler.sequence import Sequence
 from scheduler.state import Link, SchedulerState, Worker
 
+REMIND_AFTER = 0.35  # seconds since the last message of a worker, which sends a heartbeat each quarter second
 LOST_AFTER = 1.0  # seconds that a worker is idle with a plan in flight, before the plan or its result counts as lost
 MAX_PLAN_FAULTS = 3  # from so many in a row on, a plan that cannot be applied counts as one that fails
 MAX_TABLE_ENTRIES = 2**31  # tokens of all rows of one worker
@@ -48,6 +49,7 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
     if event.header.epoch != worker.epoch:
         state.totals.dropped["old epoch"] += 1
         return []
+    worker.next_reminder = now + REMIND_AFTER
     match message:
         case Heartbeat(phase=Phase.STOPPING):
             lose(state, worker, "the worker is stopping", now, died=False)
@@ -82,11 +84,9 @@ def reset(state: SchedulerState, worker: Worker, cause: str, now: float) -> Repl
     """Start a new epoch: the worker empties its batch, its sequences wait to be resumed."""
     state.complaints.append(f"worker {worker.hello.worker} gets a new epoch: {cause}")
     _orphan_all(state, worker, cause, now)
-    state.last_epoch += 1
-    worker.begin_epoch(state.last_epoch)
     state.totals.epochs_reset += 1
     _note_usable(state, now)
-    return [Outgoing(worker.peer, worker.header(state.session), Reset())]
+    return [_begin_epoch(state, worker, now)]
 
 
 def prove(state: SchedulerState, now: float) -> Replies:
@@ -120,13 +120,15 @@ def lose_silent(state: SchedulerState, peer: str, now: float) -> None:
 
 
 def remind(state: SchedulerState, now: float) -> Replies:
-    """Tell workers that have not just been heard their epoch again, with each beat: so a Reset that was lost is made
-    good, and a worker whose process is gone is noticed, since the transport cannot reach it. One that is in its epoch
-    answers with a heartbeat, no more. Those that were lost for their silence are told that they are unknown."""
-    quiet = [worker for worker in state.workers.values() if worker.last_seen < now]
-    told = [(worker.peer, worker.header(state.session)) for worker in quiet]
-    told += [(peer, Header(session=state.session)) for peer in state.silent]
-    return [Outgoing(peer, header, Reset()) for peer, header in told]
+    """Tell workers that have not been heard in their epoch their epoch again: so a Reset that was lost is made good,
+    and a worker whose process is gone is noticed, since the transport cannot reach it. One that is in its epoch
+    answers with a heartbeat, no more."""
+    return [_tell_epoch(state, worker, now) for worker in state.workers.values() if now >= worker.next_reminder]
+
+
+def call_silent(state: SchedulerState) -> Replies:
+    """With each beat: those that were lost for their silence are told that they are unknown."""
+    return [Outgoing(peer, Header(session=state.session), Reset()) for peer in state.silent]
 
 
 def check_workers(state: SchedulerState, now: float) -> None:
@@ -165,7 +167,7 @@ def _hello(state: SchedulerState, peer: str, hello: WorkerHello, now: float) -> 
     known = state.workers.get(peer)
     if known is not None and known.standing is Link.JOINING and known.hello == hello:
         known.last_seen = now
-        return [Outgoing(peer, known.header(state.session), Reset())]
+        return [_tell_epoch(state, known, now)]
     if known is not None:
         lose(state, known, "the worker said hello again", now, died=False)
     if state.fingerprint not in ("", hello.fingerprint):
@@ -174,9 +176,18 @@ def _hello(state: SchedulerState, peer: str, hello: WorkerHello, now: float) -> 
     state.last_link += 1
     worker = Worker.join(peer, hello, state.config, state.last_link, now)
     state.workers[peer] = worker
+    return [_begin_epoch(state, worker, now)]
+
+
+def _begin_epoch(state: SchedulerState, worker: Worker, now: float) -> Outgoing[SchedulerToWorker]:
     state.last_epoch += 1
     worker.begin_epoch(state.last_epoch)
-    return [Outgoing(peer, worker.header(state.session), Reset())]
+    return _tell_epoch(state, worker, now)
+
+
+def _tell_epoch(state: SchedulerState, worker: Worker, now: float) -> Outgoing[SchedulerToWorker]:
+    worker.next_reminder = now + state.config.beat_interval
+    return Outgoing(worker.peer, worker.header(state.session), Reset())
 
 
 def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 
-from proto.messages import Header, Message, Reset, StepPlan, StepResult
+from proto.messages import Header, Heartbeat, Message, Phase, Reset, StepPlan, StepResult
 from scheduler.advance import advance
 from scheduler.config import SchedulerConfig
 from scheduler.events import FromWorker, Tick
 from scheduler.state import SchedulerState
-from scheduler.workers import LOST_AFTER
+from scheduler.workers import LOST_AFTER, REMIND_AFTER
 from services.bench.faults.peers import SimSequence
 from services.bench.faults.strict_worker import StrictWorker
 from services.bench.faults.world import World
@@ -22,19 +22,16 @@ PATIENT = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_chunk=1
 
 
 def lose_one(world: World, kind: type[Message], number: int, epoch: int = 1) -> list[float]:
-    """Let the message of this kind with this plan number and epoch get lost; returns when that was."""
-    post, lost = world._post, list[float]()
+    """Let the message of this kind that is the `number`-th of this epoch get lost; returns when that was."""
+    post, lost, seen = world._post, list[float](), list[Message]()
 
     def losing(link, message, action):  # type: ignore[no-untyped-def]
-        if not lost and isinstance(message, kind) and current(message) == (epoch, number):
-            lost.append(world.now)
-        else:
-            post(link, message, action)
-
-    def current(message: Message) -> tuple[int, int]:
-        worker = next(iter(world.state.workers.values()))
-        at = worker.next_number - 1 if isinstance(message, StepPlan | StepResult) else 0
-        return worker.epoch, at
+        if isinstance(message, kind) and next(iter(world.state.workers.values())).epoch == epoch:
+            seen.append(message)
+            if len(seen) == number:
+                lost.append(world.now)
+                return
+        post(link, message, action)
 
     world._post = losing  # type: ignore[method-assign]
     return lost
@@ -57,14 +54,14 @@ def test_a_lost_plan_or_result_costs_an_epoch_and_about_a_second(kind: type[Mess
         assert world.now > lost[0] + LOST_AFTER
 
 
-def test_a_lost_reset_is_made_good_with_the_next_beat() -> None:
+def test_a_lost_reset_is_made_good_by_the_next_reminder() -> None:
     world = World(1, PATIENT, twin=True, validate_every=1)
     world.add_worker("w0", num_blocks=120)
     one = sequence(1, [1, 2, 3], output=60)
     frontend = world.add_frontend("f0")
     world.at(1.0, partial(frontend.submit, one))
     world.at(1.1, lambda: world.raise_in_worker("w0"))
-    lost = lose_one(world, Reset, 0, epoch=2)
+    lost = lose_one(world, Reset, 1, epoch=2)
     world.run(lambda: world.now > 2 and world.finished(), limit=30)
     one.check()
     assert lost
@@ -97,14 +94,18 @@ def test_a_step_that_hangs_is_noticed_within_its_deadline() -> None:
     one.check()
 
 
-def test_a_silent_worker_is_reached_for_with_every_beat() -> None:
+def test_a_silent_worker_is_reached_for_soon_and_again_and_again() -> None:
     """So the transport tells of one whose process is gone, long before its silence would."""
-    state = SchedulerState(PATIENT, session=1)
-    advance(state, [FromWorker("w0", Header(), StrictWorker("w").hello())], 0.0)
-    for now in (0.5, 1.0, 1.5):
-        actions = advance(state, [Tick()], now)
-        assert [(out.peer, type(out.message)) for out in actions.plans] == [("w0", Reset)]
-        assert not advance(state, [Tick()], now + 0.1).plans
+    state, worker = SchedulerState(PATIENT, session=1), StrictWorker("w")
+    (told,) = advance(state, [FromWorker("w0", Header(), worker.hello())], 0.0).plans
+    beat = Heartbeat(worker="w", last_plan=0, phase=Phase.IDLE, ledger=None)
+    for now in (0.1, 0.35, 0.6):
+        assert not advance(state, [FromWorker("w0", told.header, beat)], now).plans
+    reminded = []
+    while (now := state.next_deadline(now)) < 0.6 + PATIENT.worker_timeout:
+        reminded += [now for out in advance(state, [Tick()], now).plans if isinstance(out.message, Reset)]
+    assert reminded[0] == pytest.approx(0.6 + REMIND_AFTER)
+    assert len(reminded) == 2
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -12,10 +12,10 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from services.bench.faults.run import Outcome, run
+from services.progress import Progress
 
 BATCH = 25  # runs that a process is given at once
 TOLD = 10  # failures that are printed
@@ -110,15 +110,12 @@ def main(*, seed: int | None, first_seed: int, runs: int, jobs: int | None, json
     if seed is not None:
         return tell(seed)
     errors = Console(stderr=True)
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("Simulating", total=runs)
+    with Progress() as progress:
 
-        def progress(report: Report) -> None:
-            failed = f", {len(report.failures)} failed" if report.failures else ""
-            bar.update(task, completed=report.runs, description=f"Simulating{failed}")
+        def tell_progress(report: Report) -> None:
+            progress.update(f"{report.runs:,} of {runs:,} runs, {len(report.failures)} failed")
 
-        report = run_many(first_seed, runs, jobs or os.cpu_count() or 1, progress)
+        report = run_many(first_seed, runs, jobs or os.cpu_count() or 1, tell_progress)
     if json:
         print(json_module.dumps(asdict(report)))
     else:
