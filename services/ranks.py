@@ -21,13 +21,14 @@ from services.supervisor import how_it_ended
 from worker.config import WorkerConfig
 from worker.cpu.native.choice import share_cores
 from worker.errors import RanksLost
-from worker.loader.model import open_model
-from worker.runner import Runner
 
 if TYPE_CHECKING:
     from worker.parallel.meeting import Place
+    from worker.pipeline import PipelinedRunner
+    from worker.runner import Runner
 
 log = structlog.get_logger()
+PROGRAM = ("-P", "-m", "services.cli")  # what a rank is started with
 _at_end = ExitStack()  # what rank 0 does last, once
 
 
@@ -50,34 +51,33 @@ def with_meeting_file(settings: WorkerSettings) -> WorkerSettings:
     return dataclasses.replace(settings, tensor_parallel_address=str(file))
 
 
-def lead(settings: WorkerSettings, config: WorkerConfig) -> Runner:
+def lead(settings: WorkerSettings, config: WorkerConfig) -> Runner | PipelinedRunner:
     """Rank 0 with all other ranks. SettingsError, ConfigError and ModelError are for people."""
     share_cores()
-    from worker.parallel import ranks
+    from worker import load
 
-    files = open_model(config.model)
-    ranks.check_group(config, files)
+    files = load.open_for_ranks(config, all_here=not settings.tensor_parallel_address)
     if settings.tensor_parallel_address:
         place = place_of(settings)
     else:
         settings = with_meeting_file(settings)
         place = place_of(settings)
         start_ranks(settings)
-    executor = ranks.lead(config, files, place)
-    _at_end.callback(executor.orders.tell_end)
+    runner, tell_end = load.lead(config, files, place)
+    _at_end.callback(tell_end)
     atexit.register(_at_end.close)
     if place.file is not None:
         place.file.unlink(missing_ok=True)
-    return Runner(config, files, executor)
+    return runner
 
 
 def follow(settings: WorkerSettings, config: WorkerConfig) -> int:
     """Any other rank, until rank 0 ends, or is gone. Returns the exit code."""
     share_cores()
-    from worker.parallel import ranks
+    from worker import load
 
     try:
-        ranks.follow(config, open_model(config.model), place_of(settings), settings.tensor_parallel_rank)
+        load.follow(config, place_of(settings), settings.tensor_parallel_rank)
     except RanksLost as error:
         log.error("rank 0 is gone", why=str(error))
         return 1
@@ -101,7 +101,7 @@ def start_ranks(settings: WorkerSettings) -> None:
     """
     for rank in range(1, settings.tensor_parallel_size):
         own = dataclasses.replace(settings, name=f"{settings.name}.rank{rank}", tensor_parallel_rank=rank)
-        command = [sys.executable, "-P", "-m", "services.cli", "worker", *arguments(own)]
+        command = [sys.executable, *PROGRAM, "worker", *arguments(own)]
         process = subprocess.Popen(command, env=child_environment(), start_new_session=True)
         threading.Thread(target=_watch, args=(rank, process), name=f"rank {rank}", daemon=True).start()
 

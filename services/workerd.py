@@ -210,6 +210,8 @@ class WorkerService:
         except PlanError as error:
             self._fault(f"plan {header.number}: {error}")
             return
+        except RanksLost as error:
+            end_now(str(error))
         except Exception as error:
             log.exception("plan failed", plan=header.number)
             self._fault(f"plan {header.number}: {type(error).__name__}: {error}", executing=True)
@@ -225,6 +227,8 @@ class WorkerService:
         number = self.launched[0][0].number
         try:
             results = self.pipeline.collect()
+        except RanksLost as error:
+            end_now(str(error))
         except Exception as error:
             log.exception("plan failed", plan=number)
             self._fault(f"plan {number}: {type(error).__name__}: {error}", executing=True)
@@ -244,7 +248,10 @@ class WorkerService:
     def _idle(self) -> None:
         """Does a piece of work that was put off, while nothing else is to do."""
         assert self.pipeline is not None
-        self.idles = self.pipeline.idle()
+        try:
+            self.idles = self.pipeline.idle()
+        except RanksLost as error:
+            end_now(str(error))
 
     def _tell_grammars(self) -> None:
         for report in self.runner.grammar_reports():

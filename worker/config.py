@@ -95,10 +95,10 @@ class WorkerConfig:
                 raise ConfigError(f"--{option} must be at least 1, is {getattr(self, name)}")
         if self.tensor_parallel_size < 1:
             raise ConfigError(f"--tensor-parallel-size must be at least 1, is {self.tensor_parallel_size}")
-        if self.tensor_parallel_size > 1 and self.device == "cuda":
+        if self.tensor_parallel_size > 2 and self.batch_invariant:
             raise ConfigError(
-                f"--tensor-parallel-size {self.tensor_parallel_size} is for CPUs in this version: the GPU engine has "
-                "one rank; use --device cpu, or several --workers"
+                f"--batch-invariant is for 1 or 2 ranks, not {self.tensor_parallel_size}: sums over more have an order "
+                "that depends on their size; lower --tensor-parallel-size"
             )
         for name in ("threads", "window", "speculative_tokens"):
             if getattr(self, name) < 0:

@@ -8,17 +8,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+OUTSIDE = -1  # of graphs
+
 
 @dataclass
 class Recording:
     """Fills worker.cuda.backend.GraphBackend. A replay runs the captured work, as a graph would: on the same memory.
 
-    events: "capture" and "replay" with the number of the graph, "download". Results arrive when `release` says so.
+    events: "capture" and "replay" with the number of the graph, "download", and what `note` was told.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     events: list[tuple[str, int]] = field(default_factory=list)
-    capturing: bool = False
+    running: int = OUTSIDE  # which graph
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:
         """Nothing runs, and nothing may be copied meanwhile."""
@@ -32,19 +34,23 @@ class Recording:
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         """Only between graphs: a copy in a graph would read the host's memory of another step."""
-        assert not self.capturing, "a copy from the host within a captured step"
+        assert self.running == OUTSIDE, "a copy from the host within a captured step"
         assert source.shape == target.shape
         assert source.dtype == target.dtype
         target.copy_(source)
 
     def download(self, source: Tensor) -> Snapshot:
         """What is there now, whatever becomes of it."""
-        assert not self.capturing, "a copy to the host within a captured step"
+        assert self.running == OUTSIDE, "a copy to the host within a captured step"
         self.events.append(("download", len(source)))
         return Snapshot(source.clone())
 
     def settle(self) -> None:
         """All is done."""
+
+    def note(self, kind: str) -> None:
+        """Something happens, in the graph that runs, or outside."""
+        self.events.append((kind, self.running))
 
     @property
     def replays(self) -> int:
@@ -61,11 +67,11 @@ class RecordedGraph:
 
     def replay(self) -> None:
         self.recording.events.append(("replay", self.number))
-        self.recording.capturing = True
+        self.recording.running = self.number
         try:
             self.work()
         finally:
-            self.recording.capturing = False
+            self.recording.running = OUTSIDE
 
 
 @dataclass

@@ -32,6 +32,7 @@ class WindowDriver(Driver):
         self.window = window
         self.flying: deque[Flying] = deque()
         self.issued: dict[int, tuple[int, int]] = {}
+        self.preempted: list[int] = []  # rows whose blocks were given back before their Leave
 
     def run(self) -> None:
         while self.waiting or self.running or self.flying or self.leaves:
@@ -47,6 +48,14 @@ class WindowDriver(Driver):
             self.steps += 1
         if self.flying and (len(self.flying) >= self.window or not len(plan.rows)):
             self._take_result()
+
+    def preempt(self, sequence: Sequence) -> None:
+        """As of Driver, once nothing is in flight; not when the sequence has ended meanwhile."""
+        while self.flying:
+            self._take_result()
+        if not sequence.reason:
+            self.preempted.append(sequence.row)
+            super().preempt(sequence)
 
     def _plan(self) -> tuple[StepPlan, list[tuple[Sequence, int]]]:
         joins: list[Join] = []
@@ -121,8 +130,11 @@ class WindowDriver(Driver):
         freed, ids = result.freed[0], iter(result.freed[0].ids.tolist())
         for row, count in zip(freed.rows.tolist(), freed.counts, strict=True):
             blocks = [next(ids) for _ in range(count)]
-            sequence = next(s for s in reversed(self.sequences) if s.row == row)
-            assert sequence.reason, "blocks of a row that goes on"
-            assert set(blocks) <= set(sequence.blocks)
+            if row in self.preempted and row in plan.leaves:
+                self.preempted.remove(row)
+                continue
+            ended = (s for s in self.sequences if s.row == row and s.reason and set(blocks) <= set(s.blocks))
+            sequence = next(ended, None)
+            assert sequence is not None, "blocks of a row that goes on, or of none"
             sequence.blocks = [block for block in sequence.blocks if block not in blocks]
             self.give_back(blocks)

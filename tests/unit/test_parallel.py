@@ -24,7 +24,8 @@ from worker.loader.expected import expected_tensors
 from worker.loader.model import open_model
 from worker.loader.tensors import TensorEntry, dequantize, quantise_q8_0
 from worker.models.dequantize import read
-from worker.parallel.meeting import Member, Place, judge
+from worker.parallel.link import COLUMNS, FIRST, HEAD
+from worker.parallel.meeting import Member, Place, connect, judge, meet
 from worker.parallel.ranks import check_group, follow, lead, load_rank
 from worker.parallel.split import check_split, part_of, vocabulary_part
 from worker.runner import Runner
@@ -120,6 +121,35 @@ def test_copies_reach_every_rank(tmp_path: Path) -> None:
     assert sequence.output == alone.output
 
 
+@pytest.mark.parametrize("size", [0, FIRST - HEAD, FIRST - HEAD + 1, 5000])
+def test_messages_of_any_length(tmp_path: Path, size: int) -> None:
+    """The columns arrive as they were; every rank has the smallest of the ranks' numbers, and knows its place."""
+    columns, found, links = (int32([7]), np.arange(size, dtype=np.int32), int32()), [], []
+
+    def rank(number: int) -> None:
+        store = Place(file=tmp_path / "meeting").open(number, 2)
+        place = meet(store, number, 2, HERE, lambda _: "")
+        link = connect(store, number, 2, "127.0.0.1")[1]
+        links.append(link)  # it stays until all are done
+        if number == 0:
+            link.tell(3, *columns)
+            link.tell(4)
+        else:
+            found.extend([place, link.wait(), link.wait()])
+        found.append(link.least(5 + number))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    place, (kind, parts), last, *least = found
+    assert (place, kind, last[0], least) == (1, 3, 4, [5, 5])
+    assert len(parts) == len(last[1]) == COLUMNS
+    assert all(np.array_equal(one, other) for one, other in zip(parts, columns, strict=False))
+    assert not any(len(column) for column in (*parts[3:], *last[1]))
+
+
 def test_a_lost_rank_is_told_at_once(tmp_path: Path) -> None:
     folder, place = checkpoint(tmp_path / "model"), Place(file=tmp_path / "meeting")
     config, files = config_of(folder, 2), open_model(folder)
@@ -128,7 +158,7 @@ def test_a_lost_rank_is_told_at_once(tmp_path: Path) -> None:
     thread.start()
     leader = lead(config, files, place)
     thread.join()
-    found.pop()[1]._backend.abort()  # as when its process dies: the links close
+    found.pop()[1].link._backend.abort()  # as when its process dies: the links close
     with pytest.raises(RanksLost, match="out of step"):
         leader.copy_blocks(int32([0]), int32([1]))
 
@@ -152,6 +182,11 @@ def test_the_native_engine_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SIGNALBOX_CPU_ENGINE", "native")
     with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs the torch engine"):
         check_group(config_of(folder, 2), open_model(folder))
+
+
+def test_more_than_two_ranks_are_not_batch_invariant(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--batch-invariant is for 1 or 2 ranks, not 4"):
+        config_of(tmp_path, 4, device="cuda", batch_invariant=True)
 
 
 def test_parts_make_the_whole(tmp_path: Path) -> None:
@@ -196,6 +231,7 @@ HERE = Member(boot="1", host="a", model="m", settings="float32")
         ({"boot": "2", "host": "b"}, "rank 1 is on host b, rank 0 on a: every token waits for 5 sums of 128 bytes"),
         ({"model": "n"}, "rank 1 has another model"),
         ({"settings": "bfloat16"}, "rank 1 computes with bfloat16, rank 0 with float32"),
+        ({"gpus": 1}, "2 ranks need 2 GPUs, and on host a the process sees 1: lower --tensor-parallel-size"),
     ],
 )
 def test_ranks_that_do_not_belong_together(change: dict[str, str], why: str) -> None:
@@ -203,6 +239,13 @@ def test_ranks_that_do_not_belong_together(change: dict[str, str], why: str) -> 
     assert judge([HERE, HERE], CONFIG, 4, across_hosts=False) == ""
     assert judge([HERE, other], CONFIG, 4, across_hosts=False).startswith(why)
     assert bool(judge([HERE, other], CONFIG, 4, across_hosts=True)) == ("boot" not in change)
+
+
+def test_ranks_of_two_hosts_have_a_gpu_each() -> None:
+    there = dataclasses.replace(HERE, boot="2", host="b", gpus=1)
+    assert judge([dataclasses.replace(HERE, gpus=2)] * 2 + [there], CONFIG, 4, across_hosts=True) == ""
+    why = judge([dataclasses.replace(HERE, gpus=2), there, there], CONFIG, 4, across_hosts=True)
+    assert why.startswith("2 ranks need 2 GPUs, and on host b the process sees 1")
 
 
 def test_every_rank_learns_why_there_is_no_group(tmp_path: Path) -> None:

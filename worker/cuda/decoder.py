@@ -15,6 +15,7 @@ from worker.cuda.kernels.table import Kernels
 from worker.loader.config import ModelConfig
 from worker.models.llama import rope_table
 from worker.models.weights import DecoderWeights, LayerWeights
+from worker.parallel.group import ALONE, Group
 
 
 class KVPool:
@@ -35,7 +36,7 @@ class KVPool:
 
 
 class Decoder:
-    """A model on its device.
+    """A model on its device, or one rank's part of it, with config and weights of that part.
 
     programs: of decode attention, for each KV head. arch: compute capability. invariant: a token's result depends on
     its own row alone, bit for bit; all rows then go through the prefill kernel and maps through one tiling.
@@ -51,14 +52,16 @@ class Decoder:
         programs: int,
         arch: int = 90,
         invariant: bool = False,
+        ranks: Group = ALONE,
     ) -> None:
         self.config = config
-        self.weights = weights
+        self.weights = weights if ranks.rank == 0 else weights.without_sum_biases()
         self.cache = cache
         self.kernels = kernels
         self.programs = programs
         self.arch = arch
         self.invariant = invariant
+        self.ranks = ranks
         self.linear = linear if invariant else F.linear
         self.place = cache.blocks.device
         rope = rope_table(config, config.max_position_embeddings)
@@ -70,13 +73,14 @@ class Decoder:
         return self.config.num_heads // self.config.num_kv_heads
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 [rows of hidden, vocabulary]."""
-        return self.linear(hidden, self.weights.lm_head, None).float()
+        """float32 [rows of hidden, vocabulary] on rank 0; the others leave it their part."""
+        part = self.linear(hidden, self.weights.lm_head, None)
+        return self.ranks.gather_logits(part, self.config.vocab_size).float()
 
     def forward(self, columns: Columns) -> Tensor:
         """Writes the KV of the columns' tokens; hidden states after the last norm, [T, H]."""
         eps, rows = self.config.rms_norm_eps, columns.rows
-        hidden = F.embedding(columns.token_ids, self.weights.embedding)
+        hidden = self.ranks.embed(columns.token_ids, self.weights.embedding, self.config.vocab_size)
         normed, delta = torch.empty_like(hidden), None
         for index, layer in enumerate(self.weights.layers):
             self.kernels.norm(hidden, delta, layer.attention_norm, normed, None, eps=eps)
@@ -108,10 +112,10 @@ class Decoder:
             least = 1 if self.invariant else 2
             tiles = max_query_tiles(tokens=tokens, rows=num_rows, group=self.group, least=least)
             self.kernels.prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window, arch=self.arch)
-        return self.linear(mixed.view(tokens, -1), layer.out, layer.out_bias)
+        return self.ranks.sum(self.linear(mixed.view(tokens, -1), layer.out, layer.out_bias))
 
     def _mlp(self, layer: LayerWeights, x_TH: Tensor) -> Tensor:
         gate_up = self.linear(x_TH, layer.gate_up, layer.gate_up_bias)
         gated = gate_up.new_empty((len(x_TH), self.config.intermediate_size))
         self.kernels.gate(gate_up, gated, None)
-        return self.linear(gated, layer.down, layer.down_bias)
+        return self.ranks.sum(self.linear(gated, layer.down, layer.down_bias))

@@ -8,7 +8,7 @@ results of those before it are known. Legend: worker/inputs.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,11 +27,11 @@ from worker.cuda.kernels.score import ScoreOutputs
 from worker.cuda.kernels.table import Kernels
 from worker.cuda.rules import rules_of
 from worker.cuda.state import DeviceState, Sizes
-from worker.executor import Scores, StepOutputs
+from worker.cuda.step import SCORES, Step
 from worker.inputs import RowInputs, ScoreInputs
 from worker.pipeline import Deltas
 from worker.ranking import CHUNK
-from worker.sampling import NO_PENALTIES, NO_TOKEN, Adjustment, SamplingColumns
+from worker.sampling import NO_PENALTIES, Adjustment, SamplingColumns, penalties_of
 
 # Numbers of alternatives that samplers with log-probabilities are captured for.
 TOPS = (0, 5, 20)
@@ -64,6 +64,7 @@ class Engine:
         self.state = DeviceState(sizes, decoder.weights.embedding.dtype, backend)
         self.buckets = Buckets(max_rows=sizes.max_rows, max_tokens=sizes.max_tokens)
         self.cache = decoder.cache
+        self.ranks = decoder.ranks
         self.graphs = GraphSet(backend, self._rehearse if capture else None)
 
     # --- between steps --------------------------------------------------------------------------------------------
@@ -78,19 +79,22 @@ class Engine:
     def join(self, joins: Iterable[Join]) -> None:
         """Sends what is known of rows that begin."""
         state, counted = self.state, []
-        with torch.inference_mode():
-            for join in joins:
-                known, blocks = len(join.tokens), join.blocks[0]
-                state.send_array(join.tokens, state.tokens[join.row, :known])
-                if len(blocks):
-                    state.send_array(blocks, state.tables[join.row, : len(blocks)])
-                params = join.params
-                penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-                if penalties != NO_PENALTIES:
-                    counted.append((join.row, known, join.num_prompt))
-            if counted:
+        for join in joins:
+            self.hold(join.row, join.tokens, join.blocks[0])
+            if penalties_of(join.params) != NO_PENALTIES:
+                counted.append((join.row, len(join.tokens), join.num_prompt))
+        if counted:
+            with torch.inference_mode():
                 rows, lengths, prompts = (state.to_device(column) for column in int32(counted).T)
                 self.kernels.count_tokens(rows, lengths, prompts, state.tokens, state.counts)
+
+    def hold(self, row: int, tokens: Int32, blocks: Int32) -> None:
+        """Sends a row's known tokens and its blocks."""
+        state = self.state
+        with torch.inference_mode():
+            state.send_array(tokens, state.tokens[row, : len(tokens)])
+            if len(blocks):
+                state.send_array(blocks, state.tables[row, : len(blocks)])
 
     def prepare(self) -> None:
         """Runs the largest steps on padding and captures them; what else there is to capture, `idle` does."""
@@ -124,18 +128,32 @@ class Engine:
 
     def sample(self, inputs: RowInputs, rules: Sequence[Adjustment]) -> Step:
         """Enqueues the sampler over the rows that sample, and the way of all results to the host."""
-        size, tops = len(inputs.sample.rows), inputs.sample.tops
+        key = self.sampler_for(inputs, rules)
         with torch.inference_mode():
             self.state.send_rules(rules_of(rules, self.sizes.vocabulary))
-            num_top = None
-            if (tops >= 0).any():
-                num_top = next(top for top in TOPS if top >= tops.max())
-            if size:
-                biased, as_drawn = any(len(rule.bias_ids) for rule in rules), len(inputs.sample.as_drawn) > 0
-                key = SamplerKey(self.buckets.samples(size), num_top, biased, as_drawn)
+            if key is not None:
                 self.graphs.run(key, lambda: self._sample(key))
             prompt = self._score_prompt(inputs.score)
-            return Step(self, inputs, num_top, self.backend.download(self.state.outputs_memory), prompt)
+            num_top = None if key is None else key.num_top
+            return Step(self.state, inputs, num_top, self.backend.download(self.state.outputs_memory), prompt)
+
+    def sampler_for(self, inputs: RowInputs, rules: Sequence[Adjustment]) -> SamplerKey | None:
+        """What `sample` launches; None: no row samples."""
+        size, tops, num_top = len(inputs.sample.rows), inputs.sample.tops, None
+        if not size:
+            return None
+        if (tops >= 0).any():
+            num_top = next(top for top in TOPS if top >= tops.max())
+        biased, as_drawn = any(len(rule.bias_ids) for rule in rules), len(inputs.sample.as_drawn) > 0
+        return SamplerKey(self.buckets.samples(size), num_top, biased, as_drawn)
+
+    def follow(self, key: SamplerKey | None, scored: Int32) -> None:
+        """On any rank but the first: what `sample` computes together with it. scored: as ScoreInputs.tokens."""
+        with torch.inference_mode():
+            if key is not None:
+                self.graphs.run(key, lambda: self._sample(key))
+            for part in self._score_parts(len(scored)):
+                self._logits_at(self.state.to_device(scored[part]))
 
     def _columns(
         self, deltas: Deltas, inputs: RowInputs, counts: Int32, sampling: SamplingColumns
@@ -215,10 +233,23 @@ class Engine:
         state.found["token_finite"][: bucket.tokens].copy_(torch.isfinite(hidden).all(dim=-1))
 
     def _sample(self, key: SamplerKey) -> None:
-        state, kernels, size = self.state, self.kernels, key.lines
+        state, size = self.state, key.lines
         wanted = {name: values[:size] for name, values in state.wanted.items()}
         found = {name: values[:size] for name, values in state.found.items()}
-        logits_SV = self.decoder.logits(state.hidden.index_select(0, wanted["sample_tokens"]))
+        logits_SV = self._logits_at(wanted["sample_tokens"])
+        if self.ranks.rank == 0:
+            self._draw(key, logits_SV, wanted, found)
+        self.ranks.share(found["tokens"])
+        rows, counted = wanted["sample_rows"], wanted["count_rows"]
+        self.kernels.append(found["tokens"], rows, wanted["positions"], state.tokens, counted, state.counts)
+
+    def _logits_at(self, tokens: Tensor) -> Tensor:
+        """Of the step's tokens with these flat indices."""
+        return self.decoder.logits(self.state.hidden.index_select(0, tokens))
+
+    def _draw(self, key: SamplerKey, logits_SV: Tensor, wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+        """Adjusts the logits in place, and chooses."""
+        state, kernels, size = self.state, self.kernels, key.lines
         plain = logits_SV if key.num_top is None else logits_SV.clone()
         vocabulary, place = self.sizes.vocabulary, self.backend.device
         best = Best.empty(size, vocabulary, place)
@@ -238,8 +269,6 @@ class Engine:
             ids=torch.empty_like(best.ids),
         )
         kernels.draw(logits_SV, best, drawing, found["tokens"], found["finite"])
-        rows, counted = wanted["sample_rows"], wanted["count_rows"]
-        kernels.append(found["tokens"], rows, wanted["positions"], state.tokens, counted, state.counts)
         if key.num_top is not None:
             if key.as_drawn:
                 drawn = drawn_from(logits_SV, best, drawing)
@@ -257,70 +286,18 @@ class Engine:
                 self.state.found[name][: size * num_top].copy_(getattr(scores, name).view(-1))
 
     def _score_prompt(self, wanted: ScoreInputs) -> list[dict[str, Arrival]]:
-        """Directly, a few positions at a time, so that their logits never take much memory."""
-        step, parts = max(CHUNK // self.sizes.vocabulary, 1), []
-        for at in range(0, len(wanted.tokens), step):
-            part = slice(at, at + step)
+        """Directly, not from a graph."""
+        parts = []
+        for part in self._score_parts(len(wanted.tokens)):
             tokens, targets = (self.state.to_device(column[part]) for column in (wanted.tokens, wanted.targets))
-            logits_NV = self.decoder.logits(self.state.hidden.index_select(0, tokens))
+            logits_NV = self._logits_at(tokens)
             scores = ScoreOutputs.empty(len(tokens), logits_NV.shape[1], int(wanted.tops.max()), self.backend.device)
             self.kernels.score(logits_NV, targets, scores)
             parts.append({name: self.backend.download(getattr(scores, name)) for name in SCORES})
         return parts
 
-
-SCORES = ("values", "ranks", "top_ids", "top_values")
-
-
-class Step:
-    """A step on its way. Fills worker.pipeline.Ticket."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        inputs: RowInputs,
-        num_top: int | None,
-        arrival: Arrival,
-        prompt: list[dict[str, Arrival]],
-    ) -> None:
-        self._outputs = engine.state.outputs
-        self._inputs = inputs
-        self._num_top = num_top
-        self._arrival = arrival
-        self._prompt = prompt
-
-    def wait(self) -> None:
-        """Returns when the results are there. Any thread may wait."""
-        self._arrival.wait()
-        for part in self._prompt:
-            for arrival in part.values():
-                arrival.wait()
-
-    def outputs(self) -> StepOutputs:
-        """The results; waits for them."""
-        found = {name: values.numpy() for name, values in self._outputs.views(self._arrival.wait()).items()}
-        inputs, size = self._inputs, len(self._inputs.sample.rows)
-        tokens = found["tokens"][:size].copy()
-        flags = found["token_finite"][: inputs.offsets[-1]] != 0
-        flags[inputs.sample.tokens] &= (found["finite"][:size] != 0) & (tokens != NO_TOKEN)
-        return StepOutputs(
-            finite=np.logical_and.reduceat(flags, inputs.offsets[:-1]),
-            tokens=tokens,
-            sampled=None if self._num_top is None else _scores(found, size, self._num_top),
-            prompt=self._prompt_scores(),
-        )
-
-    def _prompt_scores(self) -> Scores | None:
-        if not self._prompt:
-            return None
-        parts = [{name: arrival.wait().numpy() for name, arrival in part.items()} for part in self._prompt]
-        return Scores(**{name: np.concatenate([part[name] for part in parts]) for name in SCORES})
-
-
-def _scores(found: dict[str, np.ndarray], size: int, num_top: int) -> Scores:
-    return Scores(
-        values=found["values"][:size].copy(),
-        ranks=found["ranks"][:size].copy(),
-        top_ids=found["top_ids"][: size * num_top].reshape(size, num_top).copy(),
-        top_values=found["top_values"][: size * num_top].reshape(size, num_top).copy(),
-    )
+    def _score_parts(self, count: int) -> Iterator[slice]:
+        """A few positions at a time, so that their logits never take much memory."""
+        step = max(CHUNK // self.sizes.vocabulary, 1)
+        for at in range(0, count, step):
+            yield slice(at, at + step)

@@ -18,8 +18,9 @@ from worker.cuda.selftest import check_kernels
 from worker.cuda.state import Sizes
 from worker.errors import ConfigError
 from worker.loader.config import ModelConfig
-from worker.loader.model import open_model
+from worker.loader.model import ModelFiles, open_model
 from worker.models.weights import DecoderWeights, load_weights
+from worker.parallel.group import ALONE, Group
 from worker.pipeline import PipelinedRunner
 
 log = structlog.get_logger()
@@ -34,13 +35,23 @@ def load(config: WorkerConfig) -> PipelinedRunner:
     """The runner on the first GPU that this process sees. ModelError or ConfigError says in one line what is wrong."""
     files = open_model(config.model)
     backend = CudaBackend(torch.device("cuda", 0))
+    return PipelinedRunner(config, files, start(config, files.config, load_placed(config, files, backend), backend))
+
+
+def load_placed(config: WorkerConfig, files: ModelFiles, backend: GraphBackend) -> DecoderWeights:
+    """The weights, on the backend's device."""
     weights = load_weights(files.config, files.tensors, getattr(torch, config.resolved_dtype), place=Streamed(backend))
     backend.settle()
-    return PipelinedRunner(config, files, start(config, files.config, weights, backend))
+    return weights
 
 
-def start(config: WorkerConfig, model: ModelConfig, weights: DecoderWeights, backend: CudaBackend) -> Engine:
-    """An engine that is ready to serve, with weights that are on the device; the log tells its memory."""
+def start(
+    config: WorkerConfig, model: ModelConfig, weights: DecoderWeights, backend: CudaBackend, ranks: Group = ALONE
+) -> Engine:
+    """An engine that is ready to serve, with weights that are on the device; the log tells its memory.
+
+    Of a rank, with model and weights of its part; all ranks do this at the same time.
+    """
     device = backend.device
     properties = torch.cuda.get_device_properties(device)
     arch = properties.major * 10 + properties.minor
@@ -51,6 +62,8 @@ def start(config: WorkerConfig, model: ModelConfig, weights: DecoderWeights, bac
         )
     kv = kv_format(config.resolved_dtype if config.kv_dtype == "auto" else config.kv_dtype)
     kernels, failed = check_kernels(model, Kernels(), device, arch=arch, page=config.block_size, kv_dtype=kv)
+    # What stands in for a failed kernel waits for the device, which a graph cannot. All ranks capture, or none.
+    capture = bool(ranks.least(int(not (config.enforce_eager or failed))))
     maker = EngineMaker(
         config,
         model,
@@ -59,12 +72,12 @@ def start(config: WorkerConfig, model: ModelConfig, weights: DecoderWeights, bac
         kernels=kernels,
         programs=-(-4 * properties.multi_processor_count // model.num_kv_heads),
         arch=arch,
-        # What stands in for a failed kernel waits for the device, which a graph cannot.
-        capture=not (config.enforce_eager or failed),
-        name=f"{properties.name} (Triton, {'eager' if config.enforce_eager or failed else 'captured'})",
+        capture=capture,
+        name=f"{properties.name} (Triton, {'captured' if capture else 'eager'})",
+        ranks=ranks,
     )
     try:
-        plan = measure(maker, memory=properties.total_memory)
+        plan = measure(maker, memory=properties.total_memory).with_blocks(ranks.least)
         engine = maker.make(plan.num_blocks, min(model.max_position_embeddings, plan.num_blocks * config.block_size))
     except torch.OutOfMemoryError as error:
         free, total = torch.cuda.mem_get_info(device)
@@ -100,6 +113,7 @@ class EngineMaker:
         arch: int,
         capture: bool,
         name: str,
+        ranks: Group = ALONE,
     ) -> None:
         self.config = config
         self.model = model
@@ -110,6 +124,7 @@ class EngineMaker:
         self.arch = arch
         self.capture = capture
         self.name = name
+        self.ranks = ranks
         self.kv_dtype = config.resolved_dtype if config.kv_dtype == "auto" else config.kv_dtype
 
     @property
@@ -135,6 +150,7 @@ class EngineMaker:
             programs=self.programs,
             arch=self.arch,
             invariant=config.batch_invariant,
+            ranks=self.ranks,
         )
         sizes = Sizes(
             max_rows=config.max_rows,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from decimal import Decimal
 
 from worker.errors import ConfigError
@@ -30,6 +31,11 @@ class MemoryPlan:
     def sequences(self) -> int:
         """How many sequences of TYPICAL_TOKENS fit."""
         return self.num_blocks // -(-TYPICAL_TOKENS // self.block_size)
+
+    def with_blocks(self, agreed: Callable[[int], int]) -> MemoryPlan:
+        """The plan with as many KV blocks as its ranks agree on, from the number that fits this one."""
+        blocks = agreed(self.num_blocks)
+        return replace(self, num_blocks=blocks, kv=self.kv // self.num_blocks * blocks)
 
     def facts(self) -> dict[str, int]:
         """For the log."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 from worker.errors import ConfigError, RanksLost
 from worker.loader.config import ModelConfig
 from worker.parallel.group import Group
-from worker.parallel.orders import Orders
+from worker.parallel.link import Link
 from worker.parallel.split import bytes_summed_per_token
 
 # The others may still be loading torch, or be about to be started by hand.
@@ -56,19 +57,21 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """What a rank says of itself. boot: the same for all processes of one host; host: its name, for people."""
+    """What a rank says of itself. boot: the same for all processes of one host; host: its name, for people. gpus: that
+    it sees, where each rank takes one; None: ranks take none."""
 
     boot: str
     host: str
     model: str
     settings: str
+    gpus: int | None = None
 
     @classmethod
-    def here(cls, model: str, settings: str) -> Member:
+    def here(cls, model: str, settings: str, gpus: int | None = None) -> Member:
         """This process."""
         name = os.uname().nodename
         boot = BOOT_ID.read_text().strip() if BOOT_ID.exists() else name
-        return cls(boot=boot, host=name, model=model, settings=settings)
+        return cls(boot=boot, host=name, model=model, settings=settings, gpus=gpus)
 
 
 def judge(members: list[Member], config: ModelConfig, bytes_per_value: int, *, across_hosts: bool) -> str:
@@ -86,11 +89,25 @@ def judge(members: list[Member], config: ModelConfig, bytes_per_value: int, *, a
                 f"{size:,} bytes over the network, one after another, which has been seen to take 982.6 tokens/s down "
                 "to 75.8; put all ranks on one host, or give --tensor-parallel-across-hosts"
             )
+        ranks = sum(other.boot == member.boot for other in members)
+        if member.gpus is not None and ranks > member.gpus:
+            return too_few_gpus(ranks, member.gpus, member.host)
     return ""
 
 
-def meet(store: Store, rank: int, size: int, me: Member, verdict_on: Callable[[list[Member]], str]) -> None:
-    """Every rank learns what rank 0 thinks of the group. ConfigError with the reason, RanksLost when one is missing."""
+def too_few_gpus(ranks: int, gpus: int, host: str) -> str:
+    """Why `ranks` ranks cannot be on a host."""
+    return (
+        f"{ranks} ranks need {ranks} GPUs, and on host {host} the process sees {gpus}: lower --tensor-parallel-size, "
+        "or widen CUDA_VISIBLE_DEVICES"
+    )
+
+
+def meet(store: Store, rank: int, size: int, me: Member, verdict_on: Callable[[list[Member]], str]) -> int:
+    """Every rank learns what rank 0 thinks of the group. Returns how many lower ranks are on this host.
+
+    ConfigError with the reason, RanksLost when one is missing.
+    """
     try:
         store.set_timeout(MEETING_LIMIT)
         store.set(f"member {rank}", json.dumps(asdict(me)))
@@ -98,20 +115,23 @@ def meet(store: Store, rank: int, size: int, me: Member, verdict_on: Callable[[l
             members = [Member(**json.loads(store.get(f"member {other}"))) for other in range(size)]
             store.set("verdict", verdict_on(members))
         verdict = store.get("verdict").decode()
+        lower = [Member(**json.loads(store.get(f"member {other}"))) for other in range(rank)]
     except RuntimeError as error:
         raise RanksLost(f"not all {size} ranks came: {error}") from error
     if verdict:
         raise ConfigError(verdict)
+    return sum(member.boot == me.boot for member in lower)
 
 
-def connect(store: Store, rank: int, size: int, host: str) -> tuple[Group, Orders]:
-    """The links between the ranks, on the CPU. host: a name of this machine that the others can reach."""
+def connect(store: Store, rank: int, size: int, host: str, *, nccl: bool = False) -> tuple[Group, Link]:
+    """The links between the ranks' hosts, over Gloo, and between their devices, the same for CPUs and over `nccl` for
+    the GPUs that they compute on. host: a name of this machine that the others can reach."""
     try:
-        step = _gloo(PrefixStore("step", store), rank, size, STEP_LIMIT, host)
-        order = _gloo(PrefixStore("order", store), rank, size, ORDER_LIMIT, host)
+        link = Link(_gloo(PrefixStore("order", store), rank, size, ORDER_LIMIT, host))
+        devices = _nccl if nccl else partial(_gloo, host=host)
+        return Group(rank, size, devices(PrefixStore("step", store), rank, size, STEP_LIMIT), link), link
     except RuntimeError as error:
         raise RanksLost(f"rank {rank} cannot reach the others: {error}") from error
-    return Group(rank, size, step), Orders(order)
 
 
 def _gloo(store: Store, rank: int, size: int, limit: timedelta, host: str) -> dist.ProcessGroup:
@@ -119,3 +139,10 @@ def _gloo(store: Store, rank: int, size: int, limit: timedelta, host: str) -> di
     options._timeout = limit
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     return dist.ProcessGroupGloo(store, rank, size, options)  # type: ignore[return-value]
+
+
+def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> dist.ProcessGroup:
+    """Between the current devices of the ranks. The limit counts for what is not launched from graphs."""
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = limit
+    return dist.ProcessGroupNCCL(store, rank, size, options)  # type: ignore[return-value]

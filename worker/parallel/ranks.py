@@ -1,9 +1,7 @@
-"""The two sides of a group: rank 0 behind the worker's usual seam, and the others, which do as it tells."""
+"""The two sides of a group on CPUs: rank 0 behind the worker's usual seam, and the others, which do as it tells."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -14,10 +12,11 @@ from worker.config import KV_BYTES, WorkerConfig
 from worker.cpu.executor import CpuExecutor
 from worker.cpu.native.availability import VARIABLE
 from worker.cpu.native.choice import wanted_engine
-from worker.errors import ConfigError, RanksLost
+from worker.errors import ConfigError
 from worker.executor import Executor, StepOutputs
 from worker.inputs import StepInputs
 from worker.loader.model import ModelFiles
+from worker.parallel.link import in_step
 from worker.parallel.meeting import Member, Place, connect, judge, meet
 from worker.parallel.orders import CopyOrder, Orders, StepOrder
 from worker.parallel.split import check_split, part_of
@@ -113,17 +112,8 @@ def load_rank(config: WorkerConfig, files: ModelFiles, place: Place, rank: int) 
     across = config.tensor_parallel_across_hosts
     verdict_on = partial(judge, config=files.config, bytes_per_value=KV_BYTES[dtype], across_hosts=across)
     meet(store, rank, size, me, verdict_on)
-    group, orders = connect(store, rank, size, place.own_name)
+    group, link = connect(store, rank, size, place.own_name)
     own = CpuExecutor.load(config, part, group)
     with in_step():
-        orders.meet()
-    return own, orders
-
-
-@contextmanager
-def in_step() -> Iterator[None]:
-    """Whatever fails in here leaves the ranks out of step."""
-    try:
-        yield
-    except Exception as error:
-        raise RanksLost(f"the ranks are out of step: {type(error).__name__}: {error}") from error
+        link.meet()
+    return own, Orders(link)
