@@ -14,7 +14,8 @@ import torch
 from proto.messages import SamplingParams, int32
 from tests.cuda.ranks import NoGpus, gpu_group
 from tests.cuda.recording import OUTSIDE, Recording
-from tests.cuda.test_graphs import PARAMS, PROMPTS
+from tests.cuda.test_graphs import PARAMS as SOME
+from tests.cuda.test_graphs import PROMPTS
 from tests.support.plans import Driver, Sequence
 from tests.support.window import WindowDriver
 from tests.unit.test_parallel import checkpoint
@@ -31,6 +32,7 @@ from worker.runner import Runner
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 LAYERS = 2
+PARAMS = [*SOME[:5], SamplingParams(temperature=0.8, top_k=20, logprobs=2, logprobs_as_drawn=True)]
 
 
 def config_of(folder: Path, size: int, **more: Any) -> WorkerConfig:

@@ -36,18 +36,19 @@ def wait_for(condition: Callable[[], object], what: str, limit: float = 20.0) ->
 
 @dataclass
 class Service:
-    """One process with its log. options: `{"max_num_seqs": 4}` is `--max-num-seqs 4`."""
+    """One process with its log. options: `{"max_num_seqs": 4}` is `--max-num-seqs 4`. program: the module to run."""
 
     kind: str
     name: str
     options: Options
     log: Path
     cpu_engine: str = "auto"
+    program: str = "services.cli"
     process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start it; the log is continued."""
-        command = [sys.executable, "-m", "services.cli", self.kind]
+        command = [sys.executable, "-m", self.program, self.kind]
         for option, value in self.options.items():
             command += words_of(option, value)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SIGNALBOX_")}
