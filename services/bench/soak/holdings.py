@@ -64,9 +64,14 @@ class Deadline:
     """So many seconds from now."""
 
     def __init__(self, seconds: float) -> None:
-        self.end = time.monotonic() + seconds
+        self.begun, self.seconds = time.monotonic(), seconds
+
+    @property
+    def passed(self) -> float:
+        """Seconds so far, at most all of them."""
+        return min(self.seconds, time.monotonic() - self.begun)
 
     @property
     def over(self) -> bool:
         """Whether they have passed."""
-        return time.monotonic() > self.end
+        return self.passed >= self.seconds

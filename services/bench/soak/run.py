@@ -9,7 +9,9 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -20,13 +22,11 @@ from services.bench.serve_report import wide_console
 from services.bench.soak.clients import Clients, Hung
 from services.bench.soak.holdings import Deadline, Holdings, as_dict, gauges, problems
 from services.processes import child_environment
+from services.progress import Progress
 from services.settings import Address
 
 AT_ONCE = 12  # clients
-WARM_SHARE, WARM_MOST = (
-    0.3,
-    60.0,
-)  # of the time, in seconds: caches, pools and allocators fill before the start is noted
+WARM_SHARE, WARM_MOST = 0.3, 60.0  # of the time, seconds: caches and allocators fill before the start is noted
 QUIET_LIMIT = 30.0  # seconds for the last connections to be noticed as gone
 POLL = 0.25
 OPTIONS = ("--kv-cache-memory", "16MiB", "--event-memory", "1MiB", "--max-num-seqs", "16", "--log-level", "warning")
@@ -57,14 +57,15 @@ def main(soak: Soak) -> int:
     """Run and print; 1 when something did not return to its start."""
     folder = Path(tempfile.mkdtemp(prefix="signalbox-soak-"))
     try:
-        outcome = asyncio.run(_run(soak, folder))
+        with Progress() as progress:
+            outcome = asyncio.run(_run(soak, folder, progress))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     _show(soak, outcome)
     return int(bool(outcome.left))
 
 
-async def _run(soak: Soak, folder: Path) -> Outcome:
+async def _run(soak: Soak, folder: Path, progress: Progress) -> Outcome:
     run_dir = folder / "run"
     command = [sys.executable, "-P", "-m", "services.cli", "up", "--model", soak.model, "--run-dir", str(run_dir)]
     command += ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0", *OPTIONS]
@@ -79,10 +80,10 @@ async def _run(soak: Soak, folder: Path) -> Outcome:
         clients = Clients(random.Random(soak.seed), model, http, Address.parse(found["frontend"].addresses["grpc"]))
         warm = min(WARM_MOST, soak.seconds * WARM_SHARE)
         await asyncio.gather(*(clients.begin() for _ in range(3)))
-        left = await _visits(clients, warm)
+        left = await _visits(clients, warm, partial(_tell, progress, clients, 0.0, soak.seconds))
         await _quiet(http)
         before = {name: Holdings.of(pid) for name, pid in pids.items()}
-        left += await _visits(clients, soak.seconds - warm)
+        left += await _visits(clients, soak.seconds - warm, partial(_tell, progress, clients, warm, soak.seconds))
         after, state = await _settled(before, pids, http)
         engine.check()
         again = {entry.service: entry.pid for entry in status.read_all(run_dir)}
@@ -110,8 +111,12 @@ async def _served_name(http: Address) -> str:
         return await client.model()
 
 
-async def _visits(clients: Clients, seconds: float) -> list[str]:
-    """AT_ONCE clients after one another, until the time is over; what hung."""
+def _tell(progress: Progress, clients: Clients, before: float, whole: float, seconds: float) -> None:
+    progress.update(f"{before + seconds:.0f} of {whole:.0f} s, {clients.counts.total():,} clients")
+
+
+async def _visits(clients: Clients, seconds: float, tell: Callable[[float], None]) -> list[str]:
+    """AT_ONCE clients after one another, until the time is over; what hung. `tell` gets the seconds so far."""
     deadline = Deadline(seconds)
     hung: list[str] = []
 
@@ -121,6 +126,7 @@ async def _visits(clients: Clients, seconds: float) -> list[str]:
                 await clients.visit()
             except Hung as error:
                 hung.append(str(error))
+            tell(deadline.passed)
 
     await asyncio.gather(*(one_after_another() for _ in range(AT_ONCE)))
     return hung
@@ -130,7 +136,7 @@ async def _quiet(http: Address) -> dict[str, float]:
     """The engine's gauges once they are 0, or as they are after QUIET_LIMIT."""
     deadline = Deadline(QUIET_LIMIT)
     while True:
-        await asyncio.sleep(2 * POLL)  # a frontend's metrics are those of the scheduler's last beat
+        await asyncio.sleep(3 * POLL)  # a frontend's metrics are those of the scheduler's last beat
         state = await gauges(http)
         if deadline.over or not any(state.values()):
             return state
