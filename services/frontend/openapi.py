@@ -10,8 +10,10 @@ import orjson
 from aiohttp import web
 from pydantic.json_schema import models_json_schema
 
+from services.frontend.chat import ROLES
 from services.frontend.http_keys import CONTEXT
 from services.frontend.schema import ChatBody, CompletionBody
+from services.frontend.tools import MAX_TOOLS, NAME_PATTERN
 
 Json = dict[str, Any]
 
@@ -41,33 +43,53 @@ PROMPT: Json = {
         {"type": "array", "items": IDS, "minItems": 1},
     ]
 }
+PART: Json = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": TEXT},
+    "required": ["type", "text"],
+}
 MESSAGES: Json = {
     "type": "array",
     "minItems": 1,
     "items": {
         "type": "object",
         "properties": {
-            "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-            "content": TEXT,
-            "name": TEXT,
+            "role": {"enum": list(ROLES)},
+            "content": {"anyOf": [OPTIONAL_TEXT, {"type": "array", "items": PART, "minItems": 1}]},
+            "name": OPTIONAL_TEXT,
         },
-        "required": ["role", "content"],
+        "required": ["role"],
     },
 }
+NAME: Json = {"type": "string", "pattern": f"^{NAME_PATTERN.pattern}$"}
 TOOLS: Json = {
-    "type": "array",
+    "type": ["array", "null"],
+    "maxItems": MAX_TOOLS,
     "items": {
         "type": "object",
         "properties": {
             "type": {"const": "function"},
             "function": {
                 "type": "object",
-                "properties": {"name": TEXT, "description": TEXT, "parameters": OBJECT},
+                "properties": {"name": NAME, "description": OPTIONAL_TEXT, "parameters": {"type": ["object", "null"]}},
                 "required": ["name"],
             },
         },
         "required": ["type", "function"],
     },
+}
+TOOL_CHOICE: Json = {
+    "anyOf": [
+        {"enum": ["none", "auto", "required", None]},
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "function"},
+                "function": {"type": "object", "properties": {"name": NAME}, "required": ["name"]},
+            },
+            "required": ["type", "function"],
+        },
+    ]
 }
 USAGE: Json = {
     "type": "object",
@@ -91,7 +113,7 @@ def description(*, tokenizer_info: bool = False) -> Json:
     _, models = models_json_schema([(CompletionBody, "validation"), (ChatBody, "validation")], ref_template=REFERENCES)
     schemas: Json = models["$defs"]
     schemas["CompletionBody"]["properties"] |= {"prompt": PROMPT}
-    schemas["ChatBody"]["properties"] |= {"messages": MESSAGES, "tools": TOOLS}
+    schemas["ChatBody"]["properties"] |= {"messages": MESSAGES, "tools": TOOLS, "tool_choice": TOOL_CHOICE}
     schemas["ChatBody"]["required"] = ["messages"]
     error = {"message": TEXT, "type": TEXT, "param": OPTIONAL_TEXT, "code": OPTIONAL_TEXT}
     schemas["Error"] = _object(error=_object(**error))
@@ -106,7 +128,8 @@ def description(*, tokenizer_info: bool = False) -> Json:
 def _generation() -> Json:
     choices = {"type": "array", "items": _object(index=COUNT, finish_reason=TEXT)}
     answer = _object(id=TEXT, object=TEXT, created=COUNT, model=TEXT, choices=choices, usage=USAGE)
-    streamed = {"text/event-stream": {"schema": TEXT}}
+    # Of each event. Its data are JSON, or [DONE].
+    streamed = {"text/event-stream": {"schema": _object(data=TEXT)}}
     return {
         path: {"post": _operation(name, answer, body={"$ref": REFERENCES.format(model=model)}, more=streamed)}
         for path, name, model in (
@@ -122,7 +145,11 @@ def _text() -> Json:
     messages = _object(messages=MESSAGES) | {"title": "a conversation"}
     return {
         "/tokenize": {"post": _operation("tokenize", tokens, body={"anyOf": [prompt, messages]})},
-        "/detokenize": {"post": _operation("detokenize", _object(prompt=TEXT), body=_object(tokens=IDS))},
+        "/detokenize": {
+            "post": _operation(
+                "detokenize", _object(prompt=TEXT), body=_object(tokens={"type": "array", "items": COUNT})
+            )
+        },
     }
 
 

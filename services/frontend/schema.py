@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 REQUEST_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+BIAS_KEY = re.compile(r"(0|[1-9][0-9]{0,9})")
 REQUEST_ID_RULE = "must be 1 to 128 letters, digits, '.', '_', ':' or '-', and begin with a letter or digit"
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -38,7 +39,7 @@ def _biases(value: object) -> object:
     if len(value) > MAX_BIASES:
         raise ValueError(f"must have at most {MAX_BIASES} entries, not {len(value)}")
     for key in value:
-        if not isinstance(key, str) or re.fullmatch(r"0|[1-9][0-9]{0,9}", key) is None:
+        if not isinstance(key, str) or BIAS_KEY.fullmatch(key) is None:
             raise ValueError(f"must have token ids as its keys, not {str(key)[:40]!r}")
     return value
 
@@ -60,10 +61,17 @@ def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
 
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH, pattern=r"\S")]
-Stops = Annotated[list[StopString], Field(max_length=MAX_STOPS), BeforeValidator(_as_list)]
+StopList = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+Stops = Annotated[StopList, BeforeValidator(_as_list, json_schema_input_type=StopString | StopList)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Biases = Annotated[dict[str, Bias], BeforeValidator(_biases)]
-RequestId = Annotated[str, AfterValidator(_request_id)]
+Biases = Annotated[
+    dict[str, Bias],
+    BeforeValidator(_biases),
+    Field(json_schema_extra={"maxProperties": MAX_BIASES, "propertyNames": {"pattern": f"^{BIAS_KEY.pattern}$"}}),
+]
+RequestId = Annotated[
+    str, AfterValidator(_request_id), Field(json_schema_extra={"pattern": f"^{REQUEST_ID_PATTERN.pattern}$"})
+]
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 # Fails at the first wrong one: a report of each would take a body's worth of errors, and seconds.

@@ -37,7 +37,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, default_model_path: Path) -
         tmp_path_factory.mktemp("clients"),
         default_model_path,
         worker_options={"dtype": "float32", "kv_cache_memory": "512MiB", "threads": 2},
-        frontend_options={"served_model_name": MODEL},
+        frontend_options={"served_model_name": MODEL, "tokenizer_info": True},
     ) as server:
         yield server
 
@@ -60,15 +60,19 @@ def float32_model(repo: Path, default_model_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def run(repo: Path) -> Run:
-    """`run("lm-eval", "lm_eval", "--help")`: a program of the environment's bin, or (with .py) of ./programs."""
+    """`run("lm-eval", "lm_eval", "--help")`: a program of the environment's bin, or (with .py) of ./programs.
 
-    def run(tool: str, program: str, *arguments: object, cwd: Path | None = None) -> str:
+    offline: Hugging Face's libraries are told that there is no hub.
+    """
+
+    def run(tool: str, program: str, *arguments: object, cwd: Path | None = None, offline: bool = True) -> str:
         subprocess.run(
             [repo / "scripts" / "clients.sh", tool], check=True, env={**os.environ, "PYTHON": sys.executable}
         )
         bin_ = HOME / tool / "bin"
         command = [bin_ / "python", PROGRAMS / program] if program.endswith(".py") else [bin_ / program]
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        no_hub = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} if offline else {}
+        terminal = {"TOKENIZERS_PARALLELISM": "false", "COLUMNS": "200", "NO_COLOR": "1"}
         clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
         ended = subprocess.run(
             [*map(str, command), *map(str, arguments)],
@@ -77,7 +81,7 @@ def run(repo: Path) -> Run:
             text=True,
             timeout=LIMIT,
             cwd=cwd,
-            env=clean | offline | {"PATH": f"{bin_}:{os.environ['PATH']}", "COLUMNS": "200", "NO_COLOR": "1"},
+            env=clean | no_hub | terminal | {"PATH": f"{bin_}:{os.environ['PATH']}"},
         )
         assert ended.returncode == 0, ended.stdout[-8000:]
         return ended.stdout

@@ -53,21 +53,22 @@ def test_log_likelihoods_are_those_of_transformers(server: EngineServer, run: Ru
     (tmp_path / "facts.jsonl").write_text("\n".join(map(json.dumps, facts)))
     (tmp_path / "small_facts.yaml").write_text(TASK.format(file=tmp_path / "facts.jsonl"))
     common = ("--include_path", tmp_path, "--tasks", "small_facts", "--log_samples", "--device", "cpu")
-    ours = f"model={MODEL},base_url={server.http}/v1/completions,num_concurrent=4,tokenizer={float32_model}"
-    theirs = f"pretrained={float32_model},dtype=float32"
-    run(
-        "lm-eval",
-        "lm_eval",
-        "--model",
-        "local-completions",
-        "--model_args",
-        ours,
-        *common,
-        "--output_path",
-        tmp_path / "ours",
-    )
-    run("lm-eval", "lm_eval", "--model", "hf", "--model_args", theirs, *common, "--output_path", tmp_path / "theirs")
-    found, expected = likelihoods(tmp_path / "ours"), likelihoods(tmp_path / "theirs")
+    ours = f"model={MODEL},base_url={server.http}/v1/completions,num_concurrent=4"
+    found = {}
+    for name, kind, arguments in (
+        ("hf", "hf", f"pretrained={float32_model},dtype=float32"),
+        ("local", "local-completions", f"{ours},tokenizer={float32_model}"),
+        ("remote", "local-completions", f"{ours},tokenizer_backend=remote"),  # /tokenizer_info, /tokenize
+    ):
+        output = ("--output_path", tmp_path / name)
+        run("lm-eval", "lm_eval", "--model", kind, "--model_args", arguments, *common, *output)
+        found[name] = likelihoods(tmp_path / name)
+    check(found["local"], found["hf"])
+    check(found["remote"], found["hf"])
+
+
+def check(found: dict[int, list[tuple[float, bool]]], expected: dict[int, list[tuple[float, bool]]]) -> None:
+    """Equal within 1e-3, and greedy where the other is."""
     assert set(found) == set(expected) == set(range(len(ITEMS)))
     for item, answers in expected.items():
         assert [greedy for _, greedy in found[item]] == [greedy for _, greedy in answers], ITEMS[item]

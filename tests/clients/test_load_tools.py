@@ -7,6 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.clients.conftest import MODEL, Run
 from tests.support.engine_server import EngineServer
 
@@ -28,6 +30,32 @@ def test_guidellm(server: EngineServer, run: Run, float32_model: Path, tmp_path:
     for benchmark in benchmarks:
         assert not benchmark["requests"]["errored"]
         assert benchmark["requests"]["successful"]
+
+
+@pytest.mark.parametrize(("kind", "stream"), [("chat", True), ("completions", False)])
+def test_aiperf(server: EngineServer, run: Run, float32_model: Path, tmp_path: Path, kind: str, stream: bool):
+    """Its default profile: ten requests with prompts of 550 tokens, one after the other, and a look at /metrics three
+    times a second. Told that there is no hub, it takes no tokenizer from a folder; it asks for none otherwise."""
+    run(
+        *("aiperf", "aiperf", "profile", "--model", MODEL, "--url", server.http, "--endpoint-type", kind),
+        *("--tokenizer", float32_model, "--artifact-dir", tmp_path, "--osl", 16, "--extra-inputs", "ignore_eos:true"),
+        *(["--streaming"] if stream else []),
+        cwd=tmp_path,
+        offline=False,
+    )
+    report = json.loads((tmp_path / "profile_export_aiperf.json").read_text())
+    assert (report["is_complete"], report["was_cancelled"], report["error_summary"]) == (True, False, [])
+    assert report["request_error_rate"]["avg"] == 0
+    template = 30 if kind == "chat" else 0  # tokens
+    totals = {name: report[name]["avg"] for name in ("request_count", "total_isl", "total_usage_completion_tokens")}
+    assert totals == {"request_count": 10, "total_isl": 10 * 550, "total_usage_completion_tokens": 10 * 16}
+    assert report["total_usage_prompt_tokens"]["avg"] == 10 * (550 + template)
+    records = [json.loads(line) for line in (tmp_path / "profile_export.jsonl").read_text().splitlines()]
+    assert len(records) == 10
+    assert not any(record.get("error") for record in records)
+    scraped = json.loads((tmp_path / "server_metrics_export.json").read_text())
+    assert scraped["summary"]["endpoints_successful"] == [f"{server.http}/metrics"]
+    assert scraped["metrics"]["vllm:generation_tokens"]
 
 
 def test_vllm_bench_serve(server: EngineServer, float32_model: Path, tmp_path: Path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -186,3 +188,64 @@ def test_the_prompt_counts_once_and_each_choice_ends_once(engine_server, channel
     assert sorted(ends) == [(0, pb.FINISH_REASON_LENGTH), (1, pb.FINISH_REASON_LENGTH)]
     assert responses[-1].usage.prompt_tokens == usage["prompt_tokens"]
     assert responses[-1].usage.completion_tokens == 10
+
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def test_a_named_tool_is_called_alike(engine_server, channel):
+    """Over gRPC whole and streamed, and over HTTP: the same arguments, one end."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    body = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Weather in Paris?"}],
+        "tools": [{"type": "function", "function": {"name": "get_weather", "parameters": CITY}}],
+        "tool_choice": named,
+        "temperature": 0,
+        "max_tokens": 400,
+    }
+    (expected,) = engine_server.post("/v1/chat/completions", body).body["choices"]
+    (over_http,) = expected["message"]["tool_calls"]
+    chat = pb.ChatMessages(
+        messages=[pb.ChatMessage(role="user", content="Weather in Paris?")],
+        tools=[pb.Tool(name="get_weather", parameters=json.dumps(CITY))],
+        tool_choice=pb.ToolChoice(name="get_weather"),
+    )
+    stub = pb_grpc.GenerationServiceStub(channel)
+    request = pb.GenerateRequest(chat=chat, temperature=0, max_tokens=400)
+    once = stub.GenerateOnce(request).choices[0]
+    assert (once.text, once.finish_reason) == ("", pb.FINISH_REASON_TOOL_CALLS)
+    assert [(call.name, call.arguments) for call in once.tool_calls] == [
+        ("get_weather", over_http["function"]["arguments"])
+    ]
+    responses = list(stub.Generate(request))
+    assert [response.finish_reason for response in responses if response.finish_reason] == [once.finish_reason]
+    assert (
+        "".join(part.arguments for response in responses for part in response.tool_calls)
+        == once.tool_calls[0].arguments
+    )
+    request.max_tokens = 3
+    assert list(stub.Generate(request))[-1].finish_reason == pb.FINISH_REASON_LENGTH
+    chat.tool_choice.name = "other"
+    assert refused(lambda: stub.GenerateOnce(pb.GenerateRequest(chat=chat))) == "chat.tool_choice"
+
+
+def test_logprobs_of_what_is_drawn_from_are_those_by_hand(engine_server, channel):
+    """The three likeliest raw ones over the temperature, normalised, at every place of a sampled answer."""
+    fields = {"max_tokens": 8, "temperature": 0.5, "top_k": 3, "seed": 7, "logprobs": 3, "ignore_eos": True}
+    raw = engine_server.complete("Hello", **fields).body["choices"][0]["logprobs"]
+    drawn = engine_server.complete("Hello", **fields, logprobs_mode="sampled").body["choices"][0]["logprobs"]
+    assert drawn["tokens"] == raw["tokens"]
+    request = pb.GenerateRequest(text="Hello", **fields, logprobs_mode="sampled")
+    over_grpc = pb_grpc.GenerationServiceStub(channel).GenerateOnce(request).choices[0].logprobs
+    for place, told in enumerate(over_grpc):
+        heated = {token: math.exp(value / 0.5) for token, value in raw["top_logprobs"][place].items()}
+        expected = {token: math.log(weight / sum(heated.values())) for token, weight in heated.items()}
+        assert drawn["top_logprobs"][place] == pytest.approx(expected, abs=1e-4)
+        assert drawn["token_logprobs"][place] == pytest.approx(expected[raw["tokens"][place]], abs=1e-4)
+        assert told.logprob == pytest.approx(drawn["token_logprobs"][place], abs=1e-6)
