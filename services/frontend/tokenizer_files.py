@@ -42,6 +42,14 @@ def tokenizer_settings(model: ServedModel) -> dict[str, Any]:
     file cannot be read."""
     file = model.folder / "tokenizer_config.json"
     said: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
-    plain = {key: value.get("content", value) if isinstance(value, dict) else value for key, value in said.items()}
     ours = {"chat_template": model.chat_template, "bos_token": model.bos_token, "eos_token": model.eos_token}
-    return {"tokenizer_class": "PreTrainedTokenizerFast", **plain, **ours}
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **_plain(said), **ours}
+
+
+def _plain(value: Any) -> Any:
+    """Tokens that are written as objects, by their texts."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return value["content"] if "content" in value else {key: _plain(item) for key, item in value.items()}

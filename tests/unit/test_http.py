@@ -480,10 +480,17 @@ async def test_tokenizer_info_is_there_when_it_was_asked_for(tmp_path: Path) -> 
             "tokenizer_class": "GPT2Tokenizer",
             "pad_token": {"content": "<pad>", "lstrip": False},
             "chat_template": [],
+            "added_tokens_decoder": {"2": {"content": "<|im_end|>", "special": True}},
+            "extra": [{"content": "x"}],
         }
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
         told = await (await front.get("/tokenizer_info")).json()
-        assert told == expected | {"tokenizer_class": "GPT2Tokenizer", "pad_token": "<pad>"}
+        assert told == expected | {
+            "tokenizer_class": "GPT2Tokenizer",
+            "pad_token": "<pad>",
+            "added_tokens_decoder": {"2": "<|im_end|>"},
+            "extra": ["x"],
+        }
 
 
 @pytest.mark.parametrize("tokenizer_info", [False, True])
