@@ -68,15 +68,17 @@ def validated(
 
 
 def renamed(error: ValidationFailed) -> ValidationFailed:
-    """The same error with the field as this API spells it, also at the beginning of the message."""
+    """The same error with the field as this API spells it, also in the message."""
     theirs = error.param
     if theirs is None:
         return error
-    ours = renamed_chat(theirs)
+    ours, message = renamed_chat(theirs), error.message
+    if message.startswith(theirs):
+        message = ours + message.removeprefix(theirs)
     for prefix, name in RENAMED.items():
-        if theirs.startswith(prefix):
-            ours = name + theirs.removeprefix(prefix)
-    message = ours + error.message.removeprefix(theirs) if error.message.startswith(theirs) else error.message
+        message = message.replace(prefix, name)
+        if ours.startswith(prefix):
+            ours = name + ours.removeprefix(prefix)
     return ValidationFailed(message, ours, error.status, error.code)
 
 

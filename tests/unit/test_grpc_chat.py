@@ -110,6 +110,17 @@ def test_fields_by_their_names_in_the_schema() -> None:
         assert renamed_chat(theirs) == ours
 
 
+async def test_other_fields_in_a_message_have_their_names_in_the_schema() -> None:
+    async with grpc_front(FakeEngine([10, 2])) as opened:
+        request = pb.GenerateRequest(chat=chat(tool_choice=REQUIRED), json_schema="{}")
+        _, message, _ = await failure(opened.stub.GenerateOnce(request))
+        assert message.startswith("chat.tools cannot be used with json_schema")
+        _, message, _ = await failure(
+            opened.stub.GenerateOnce(pb.GenerateRequest(text="x", json_schema="{", logprobs=0))
+        )
+        assert message.startswith("json_schema is not valid JSON")
+
+
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
