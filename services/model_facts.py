@@ -8,7 +8,7 @@ from pathlib import Path
 from services.models import store
 from worker.loader.config import parse_config
 from worker.loader.errors import ModelError
-from worker.loader.expected import num_parameters
+from worker.loader.expected import fp8_bytes, num_parameters
 from worker.loader.keys import Keys, read_json
 from worker.loader.model import open_model
 from worker.loader.safetensors import INDEX_FILE, SINGLE_FILE
@@ -22,8 +22,9 @@ class ModelFacts:
     """refusal: why this release does not serve the model; empty when it does.
 
     attention_layers: those with keys and values for each token; other_layers: those without, which keep a state
-    for each sequence. parameters, stored_bytes: of the weights; None where nothing tells. dtype: what the config
-    names. context: the model's longest, in tokens.
+    for each sequence. parameters, stored_bytes: of the weights; None where nothing tells. fp8_bytes: what they are when
+    the layers' matrices are in FP8; in_fp8: they are stored so. dtype: what the config names. context: the model's
+    longest, in tokens.
     """
 
     name: str
@@ -37,6 +38,8 @@ class ModelFacts:
     dtype: str
     parameters: int | None
     stored_bytes: int | None
+    fp8_bytes: int | None = None
+    in_fp8: bool = False
 
 
 def read_facts(model: str) -> ModelFacts:
@@ -74,6 +77,8 @@ def _of_config(file: Path, folder: Path | None, name: str) -> ModelFacts:
         dtype=_dtype(Keys(data=data, where=str(file))),
         parameters=num_parameters(config),
         stored_bytes=stored,
+        fp8_bytes=fp8_bytes(config),
+        in_fp8=config.quantization is not None,
     )
 
 

@@ -101,6 +101,9 @@ def plan(
     kv_dtype: Annotated[
         str, typer.Option(help="Number format of keys and values; auto: the model's.", metavar="FORMAT")
     ] = "auto",
+    quantization: Annotated[
+        str, typer.Option(help="none, or fp8: matrices are quantised at load.", metavar="FORMAT")
+    ] = "none",
     parameters: Annotated[
         int | None, typer.Option(min=1, help="How many the model has, where its files do not tell.")
     ] = None,
@@ -118,7 +121,7 @@ def plan(
     planner.main(
         model,
         planner.Device.of(memory, utilization, memory_fraction, tensor_parallel_size),
-        planner.Formats(weights=dtype, kv=kv_dtype, parameters=parameters),
+        planner.Formats(weights=dtype, kv=kv_dtype, parameters=parameters, quantization=quantization),
         planner.Use(block_size=block_size, context=context, tokens=tokens),
         json=json,
     )

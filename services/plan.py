@@ -16,6 +16,7 @@ from services.model_facts import ModelFacts, read_facts
 from worker.parallel.split import kv_heads_of
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "fp8": 1}
+QUANTIZATIONS = ("none", "fp8")
 DEFAULT_FORMAT = "bfloat16"
 DEFAULT_UTILIZATION = 0.9
 WIDTH = 64  # characters of a bar
@@ -51,11 +52,13 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """Number formats by name, or `auto`; parameters: where the model's files do not tell."""
+    """Number formats by name, or `auto`; parameters: where the model's files do not tell. quantization: none, or fp8:
+    the layers' matrices are quantised at load."""
 
     weights: str = "auto"
     kv: str = "auto"
     parameters: int | None = None
+    quantization: str = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +105,7 @@ class MemoryPlan:
 
 def make_plan(model: ModelFacts, device: Device, formats: Formats, use: Use) -> MemoryPlan:
     """The arithmetic. PlanError when the weights alone do not fit."""
+    _check_quantization(model, formats)
     weight_format = _format("--dtype", formats.weights, model.dtype)
     wide = "float32" in (formats.weights, model.dtype) and formats.weights in ("auto", "float32")
     kv_format = _format("--kv-dtype", formats.kv, "float32" if wide else model.dtype)
@@ -134,7 +138,7 @@ def make_plan(model: ModelFacts, device: Device, formats: Formats, use: Use) -> 
     return MemoryPlan(
         model=model,
         device=device,
-        weight_format="as stored" if _stored(model, formats) else weight_format,
+        weight_format=_weight_name(model, formats, weight_format),
         kv_format=kv_format,
         block_size=use.block_size,
         kv_heads=kv_heads,
@@ -165,11 +169,37 @@ def _format(flag: str, asked: str, named: str) -> str:
     return found
 
 
+def _check_quantization(model: ModelFacts, formats: Formats) -> None:
+    if formats.quantization not in QUANTIZATIONS:
+        raise PlanError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}, not {formats.quantization!r}")
+    if formats.quantization == "none":
+        return
+    if formats.weights != "auto" or formats.parameters is not None:
+        raise PlanError("give --quantization, or --dtype and --parameters, not both: each tells how large weights are")
+    if model.fp8_bytes is None:
+        raise PlanError("--quantization fp8 is for models that are served, whose matrices are known")
+
+
 def _stored(model: ModelFacts, formats: Formats) -> bool:
     return formats.weights == "auto" and formats.parameters is None and model.stored_bytes is not None
 
 
+def _in_fp8(model: ModelFacts, formats: Formats) -> bool:
+    """Quantised at load, or so by its config.json without files that tell more."""
+    if formats.quantization == "fp8" and not model.in_fp8:
+        return True
+    return model.in_fp8 and formats.weights == "auto" and formats.parameters is None and model.stored_bytes is None
+
+
+def _weight_name(model: ModelFacts, formats: Formats, weight_format: str) -> str:
+    if _in_fp8(model, formats):
+        return "fp8, the rest bfloat16"
+    return "as stored" if _stored(model, formats) else weight_format
+
+
 def _weight_bytes(model: ModelFacts, formats: Formats, weight_format: str) -> int | None:
+    if _in_fp8(model, formats):
+        return model.fp8_bytes
     if _stored(model, formats):
         return model.stored_bytes
     parameters = formats.parameters or model.parameters

@@ -53,6 +53,7 @@ class Quantization(StrEnum):
 
     NONE = "none"
     Q8_0 = "q8_0"
+    FP8 = "fp8"
 
 
 class ToolCallParser(StrEnum):
@@ -347,7 +348,9 @@ class EngineSettings(ModelSettings, BatchSettings):
     kv_dtype: Annotated[
         KVDType, "The number format of keys and values; auto, on a CPU: float16, or as float32 weights."
     ] = KVDType.AUTO
-    quantization: Annotated[Quantization, "How a Hugging Face folder's matrices are kept on a CPU."] = Quantization.NONE
+    quantization: Annotated[
+        Quantization, "How a Hugging Face folder's matrices are kept: q8_0 on a CPU, fp8 (E4M3) on a GPU."
+    ] = Quantization.NONE
     block_size: Annotated[int, "Token slots in one KV block, a power of two.", Bounds(1, 1024)] = 16
     kv_cache_memory: Annotated[
         ByteSize | None,

@@ -10,7 +10,8 @@ from worker.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = ("none", "q8_0")
+# Where each is had.
+QUANTIZATIONS = {"none": DEVICES, "q8_0": ("auto", "cpu"), "fp8": ("cuda",)}
 # Bytes of one number of the KV blocks.
 KV_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1}
 # For KV blocks on a CPU.
@@ -32,7 +33,7 @@ class WorkerConfig:
     """Number format of the KV blocks: auto, float32, float16, bfloat16, or, on a GPU, fp8 (E4M3); the engine knows what
     auto is."""
     quantization: str = "none"
-    """How a Hugging Face folder's matrices are kept: none, as stored, or q8_0."""
+    """How a Hugging Face folder's matrices are kept: none, as stored, q8_0 on a CPU, or fp8 (E4M3) on a GPU."""
     block_size: int = 16
     """Token slots in one KV block."""
     kv_cache_memory: int | None = None
@@ -67,7 +68,7 @@ class WorkerConfig:
             raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}, is {self.dtype!r}")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"--quantization must be one of {', '.join(QUANTIZATIONS)}, is {self.quantization!r}")
-        if self.quantization != "none" and self.dtype != "auto":
+        if self.quantization == "q8_0" and self.dtype != "auto":
             raise ConfigError(f"--quantization {self.quantization} needs --dtype auto, which is {self.dtype}")
         if self.quantization != "none" and self.model.is_file():
             raise ConfigError(f"--quantization is for a Hugging Face folder: {self.model} is used as it is stored")
@@ -75,8 +76,12 @@ class WorkerConfig:
             share = getattr(self, name)
             if share is not None and not 0 < share <= 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be more than 0 and at most 1, is {share}")
-        if self.device == "cuda" and self.quantization != "none":
-            raise ConfigError(f"--quantization {self.quantization} is for CPUs: leave it out with --device cuda")
+        if self.device not in QUANTIZATIONS[self.quantization]:
+            devices = " or ".join(QUANTIZATIONS[self.quantization])
+            raise ConfigError(
+                f"--quantization {self.quantization} needs --device {devices}, which is {self.device}: choose another, "
+                "or leave it out"
+            )
         if self.device == "cuda" and self.speculative_tokens:
             raise ConfigError(f"--speculative-tokens {self.speculative_tokens} is for CPUs yet: leave it out with cuda")
         if self.tensor_parallel_size > 1 and self.speculative_tokens:

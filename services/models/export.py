@@ -47,7 +47,8 @@ def _write_small_files(model: ModelFiles, folder: Path, dtype: str) -> None:
         "dtype": dtype,
         "tie_word_embeddings": model.config.tie_word_embeddings,
     }
-    config.pop("torch_dtype", None)
+    for key in ("torch_dtype", "quantization_config"):
+        config.pop(key, None)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     shutil.copyfile(model.tokenizer_file, folder / "tokenizer.json")
     for name in _SMALL_FILES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from worker.cuda.backend import GraphBackend
 from worker.cuda.decoder import Decoder, KVPool
 from worker.cuda.engine import Engine
 from worker.cuda.kernels.table import Kernels
+from worker.cuda.maps import Key, Way
 from worker.cuda.state import Sizes
-from worker.models.weights import load_weights
+from worker.models.weights import DecoderWeights, load_weights
 from worker.pipeline import PipelinedRunner
 from worker.runner import Runner
 
@@ -26,13 +28,15 @@ def pipelined(
     kernels: Kernels | None = None,
     invariant: bool = False,
     kv_dtype: torch.dtype = torch.float32,
+    weights: DecoderWeights | None = None,
+    ways: Mapping[Key, Way] | None = None,
 ) -> PipelinedRunner:
-    """The runner's model on `backend`; its blocks are NaN."""
+    """The runner's model on `backend`, or other weights of its form; blocks are NaN."""
     model, batch, kernels = made.files.config, made.batch, kernels or Kernels()
     cache = KVPool(model, num_blocks=batch.num_blocks, page=batch.block_size, dtype=kv_dtype, device=backend.device)
     cache.blocks.copy_(torch.full(cache.blocks.shape, torch.nan))
-    weights = load_weights(model, made.files.tensors, torch.float32)
-    decoder = Decoder(model, weights, cache, kernels=kernels, programs=3, invariant=invariant)
+    weights = weights or load_weights(model, made.files.tensors, torch.float32)
+    decoder = Decoder(model, weights, cache, kernels=kernels, programs=3, invariant=invariant, ways=ways)
     sizes = Sizes(
         max_rows=batch.max_rows,
         max_tokens=made.config.max_step_tokens,

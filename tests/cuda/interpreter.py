@@ -1,8 +1,8 @@
 """Repairs of Triton's interpreter, which computes silently wrong in two places (seen in 3.6 and 3.9).
 
 It rounds float32 to bfloat16 and FP8 by cutting bits off, and multiplies matrices of bfloat16 as the integers that it
-keeps them in. Here torch converts, and products take their operands as float32, as tensor cores do: the products of
-bfloat16 or FP8 values are exact in float32. test_interpreter.py proves it.
+keeps them in. Here torch converts, and products take their operands as numbers and round once, so that a result does
+not depend on where its line stands. test_interpreter.py proves it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ def repair() -> None:
         return handle.data
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        product = np.matmul(as_float32(a), as_float32(b), dtype=d.data.dtype) + d.data
-        return interpreter.TensorHandle(product, d.dtype.scalar)
+        # In float64, since sums in float32 would depend on a line's place in the matrix, as they do in BLAS.
+        product = np.matmul(as_float32(a), as_float32(b), dtype=np.float64).astype(d.data.dtype)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     interpreter._convert_float = convert
     interpreter.InterpreterBuilder.create_dot = create_dot

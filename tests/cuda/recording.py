@@ -21,6 +21,7 @@ class Recording:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     events: list[tuple[str, int]] = field(default_factory=list)
     running: int = OUTSIDE  # which graph
+    clock: Callable[[], float] = lambda: 0.0
 
     def capture(self, work: Callable[[], None]) -> RecordedGraph:
         """Nothing runs, and nothing may be copied meanwhile."""
@@ -44,6 +45,12 @@ class Recording:
         assert self.running == OUTSIDE, "a copy to the host within a captured step"
         self.events.append(("download", len(source)))
         return Snapshot(source.clone())
+
+    def seconds(self, graph: RecordedGraph) -> float:
+        """By the test's clock."""
+        begun = self.clock()
+        graph.replay()
+        return self.clock() - begun
 
     def settle(self) -> None:
         """All is done."""

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.cuda.paged import FP8
+from worker.cuda.fallback import spread
 from worker.cuda.kernels import gate as gating
 from worker.cuda.kernels.attention import LayerKV
 from worker.cuda.kernels.copies import copy_blocks
 from worker.cuda.kernels.gate import gate
 from worker.cuda.kernels.norm import norm
+from worker.cuda.kernels.numbers import GROUP
 from worker.cuda.kernels.rope import rope_and_write
 
 pytestmark = pytest.mark.triton
@@ -28,9 +30,11 @@ def nan(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def check_fp8(found: Tensor, scales: Tensor, exact: Tensor) -> None:
-    """E4M3 with a token's largest value at 448: three mantissa bits, and steps of 2^-9 near zero."""
-    torch.testing.assert_close(scales.double(), exact.abs().amax(-1).clamp(min=1e-12) / 448, rtol=1e-2, atol=0)
-    unit = scales[:, None].double()
+    """E4M3 with a token's or group's largest value at 448: three mantissa bits, and steps of 2^-9 near zero."""
+    size, groups = exact.shape[1], scales.shape[1]
+    peaks = [part.abs().amax(-1) for part in exact.split(size if groups == 1 else GROUP, dim=1)]
+    torch.testing.assert_close(scales.double(), torch.stack(peaks, -1).clamp(min=1e-12) / 448, rtol=1e-2, atol=0)
+    unit = spread(scales, size).double()
     allowed = (exact.abs() / 16 * 1.05).maximum(unit * 2**-10 * 1.05) + exact.abs() * 0.01
     assert ((found.double() * unit - exact).abs() <= allowed).all()
 
@@ -49,11 +53,12 @@ def test_norm(dtype: torch.dtype, size: int, add: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
-def test_norm_to_fp8() -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_norm_to_fp8(groups: int) -> None:
     hidden, weight = torch.randn(4, 200).bfloat16(), torch.randn(200).bfloat16()
     hidden[2] = 0
     hidden[3, 7] = torch.nan
-    out, scales = nan(4, 200, dtype=FP8), nan(4, dtype=torch.float32)
+    out, scales = nan(4, 200, dtype=FP8), nan(4, groups, dtype=torch.float32)
     norm(hidden, None, weight, out, scales, eps=1e-5)
     x = hidden.double()
     exact = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
@@ -71,11 +76,13 @@ def test_gate(dtype: torch.dtype, size: int) -> None:
     torch.testing.assert_close(out.double(), torch.nn.functional.silu(first) * second, **near(dtype))
 
 
-def test_gate_to_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gate_to_fp8(monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
     monkeypatch.setattr(gating, "FP8_BLOCK", 64)
+    monkeypatch.setattr(gating, "BLOCK", 128)
     x = torch.randn(3, 400).bfloat16()
     x[1] = 0
-    out, scales = nan(3, 200, dtype=FP8), nan(3, dtype=torch.float32)
+    out, scales = nan(3, 200, dtype=FP8), nan(3, groups, dtype=torch.float32)
     gate(x, out, scales)
     first, second = x.double().chunk(2, dim=-1)
     check_fp8(out, scales, torch.nn.functional.silu(first) * second)

@@ -21,8 +21,10 @@ def test_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--dry-run", "--out", str(tmp_path), "--only", *HERE]) == 0
     rows = {row["name"]: row for row in json.loads((tmp_path / "gpu-check.json").read_text())}
     assert rows["copy-on-write for n = 16 (15 blocks)"]["ok"]
-    assert rows["kernels of equal bits in 2 runs"]["value"] == "15 of 15"
-    assert "decode 8B bf16, fp8 KV" in capsys.readouterr().out
+    assert rows["kernels of equal bits in 2 runs"]["value"] == "17 of 17"
+    told = capsys.readouterr().out
+    assert "decode 8B bf16, fp8 KV" in told
+    assert "decode 8B fp8, fp8 KV" in told
 
 
 def test_a_part_that_fails_is_told_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

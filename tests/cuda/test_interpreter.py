@@ -48,3 +48,11 @@ def test_products(kind: torch.dtype) -> None:
     found = torch.full((16, 16), torch.nan)
     product_kernel[(1,)](a, b, found, 16)
     torch.testing.assert_close(found, (a.double() @ b.double()).float(), rtol=1e-5, atol=1e-6)
+
+
+def test_a_product_does_not_depend_on_the_place_of_a_line() -> None:
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    found, turned = torch.full((64, 64), torch.nan), torch.full((64, 64), torch.nan)
+    product_kernel[(1,)](a, b, found, 64)
+    product_kernel[(1,)](a.roll(5, 0).contiguous(), b, turned, 64)
+    assert torch.equal(turned, found.roll(5, 0))

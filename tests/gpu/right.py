@@ -22,7 +22,9 @@ def numerics(setting: Setting) -> None:
     """Each kernel on the shapes of both models."""
     for name in ("0.5B", "8B"):
         model, _ = setting.model(name)
-        _, failed = check_kernels(model, Kernels(), setting.backend.device, arch=setting.arch, page=16)
+        _, failed = check_kernels(
+            model, Kernels(), setting.backend.device, arch=setting.arch, page=16, fp8=setting.has_fp8
+        )
         setting.add(
             f"kernels that agree with torch, {name}", f"{len(CASES) - len(failed)} of {len(CASES)}", "all", not failed
         )
@@ -33,7 +35,7 @@ def numerics(setting: Setting) -> None:
 def same_bits(setting: Setting) -> None:
     """Each kernel 50 times on the same inputs."""
     model, _ = setting.model("8B")
-    scene = Scene(model, setting.backend.device, 16, setting.arch, torch.bfloat16, torch.bfloat16)
+    scene = Scene(model, setting.backend.device, 16, setting.arch, torch.bfloat16, torch.bfloat16, setting.has_fp8)
     times, differ = (2 if setting.dry else 50), []
     with torch.inference_mode():
         for name, case in CASES.items():
@@ -49,11 +51,17 @@ def same_bits(setting: Setting) -> None:
 
 
 def captured_equals_eager(setting: Setting) -> None:
+    """With weights in bfloat16, and in FP8."""
+    for fp8 in (False, True) if setting.has_fp8 else (False,):
+        _captured_equals_eager(setting, fp8=fp8)
+
+
+def _captured_equals_eager(setting: Setting, *, fp8: bool) -> None:
     """The same requests, greedy and sampled, with penalties, bias and log-probabilities, prompts in chunks beside
     decodes."""
     found = []
     for capture in (True, False):
-        runner = setting.runner("0.5B", capture=capture, blocks=64, max_rows=8, max_tokens=64)
+        runner = setting.runner("0.5B", capture=capture, blocks=64, max_rows=8, max_tokens=64, fp8=fp8)
         loop = Loop(runner, concurrency=4, prompt=1, outputs=[])
         for number in range(4 if setting.dry else 16):
             prompt = [(7 * number + n) % 90 for n in range(1 + 13 * (number % 4))]
@@ -61,6 +69,5 @@ def captured_equals_eager(setting: Setting) -> None:
         loop.run()
         found.append([(s.output, sorted((at, e.rank) for at, e in s.logprobs.items())) for s in loop.sequences])
     equal = sum(one == other for one, other in zip(*found, strict=True))
-    setting.add(
-        "requests whose tokens captured and eager agree", f"{equal} of {len(found[0])}", "all", equal == len(found[0])
-    )
+    label = f"requests whose tokens captured and eager agree{', fp8 weights' * fp8}"
+    setting.add(label, f"{equal} of {len(found[0])}", "all", equal == len(found[0]))

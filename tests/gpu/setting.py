@@ -18,8 +18,11 @@ from torch import Tensor
 from tests.support.checkpoints import tiny_config
 from worker.config import WorkerConfig
 from worker.cuda.backend import CudaBackend, DirectBackend, GraphBackend
+from worker.cuda.fp8 import quantise_rows
 from worker.cuda.kernels.table import Kernels
-from worker.cuda.load import EngineMaker
+from worker.cuda.load import FP8_FROM, EngineMaker
+from worker.cuda.maps import Key, Way
+from worker.cuda.race import Race
 from worker.loader.config import ModelConfig, parse_config
 from worker.models.weights import DecoderWeights, LayerWeights
 from worker.pipeline import PipelinedRunner
@@ -57,7 +60,8 @@ class Setting:
     seconds: float = 480.0
     started: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
-    models: dict[str, tuple[ModelConfig, DecoderWeights]] = field(default_factory=dict)
+    models: dict[tuple[str, bool], tuple[ModelConfig, DecoderWeights]] = field(default_factory=dict)
+    ways: dict[tuple[str, int], dict[Key, Way]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.backend: GraphBackend = DirectBackend(torch.device("cpu"))
@@ -88,13 +92,18 @@ class Setting:
         self.backend.settle()
         return (time.perf_counter() - begun) / times
 
-    def model(self, name: str) -> tuple[ModelConfig, DecoderWeights]:
-        """Random weights of a shape, made on the device."""
-        if name not in self.models:
+    def model(self, name: str, *, fp8: bool = False) -> tuple[ModelConfig, DecoderWeights]:
+        """Random weights of a shape, made on the device; fp8: its maps are in FP8."""
+        if (name, fp8) not in self.models:
             self.models.clear()
             config = parse_config(tiny_config(**(TINY if self.dry else SHAPES[name])), name)
-            self.models[name] = config, random_weights(config, self.backend.device, self.dtype)
-        return self.models[name]
+            self.models[name, fp8] = config, random_weights(config, self.backend.device, self.dtype, fp8=fp8)
+        return self.models[name, fp8]
+
+    @property
+    def has_fp8(self) -> bool:
+        """Whether the chip multiplies E4M3."""
+        return self.arch >= FP8_FROM
 
     @property
     def dtype(self) -> torch.dtype:
@@ -109,9 +118,10 @@ class Setting:
         max_rows: int = 256,
         max_tokens: int = 2048,
         fp8_kv: bool = False,
+        fp8: bool = False,
     ) -> PipelinedRunner:
-        """An engine on random weights. KV is random too, so that attention over it is a fair one."""
-        model, weights = self.model(name)
+        """An engine on random weights, in FP8 if `fp8`. KV is random too, so that attention over it is a fair one."""
+        model, weights = self.model(name, fp8=fp8)
         gc.collect()  # the engine before
         if self.dry:
             max_rows, max_tokens = 4, 24
@@ -121,7 +131,7 @@ class Setting:
         )  # fmt: skip
         maker = EngineMaker(
             config, model, weights, self.backend, kernels=Kernels(), arch=self.arch, capture=capture, name="gpu",
-            programs=-(-4 * self.processors // model.num_kv_heads),
+            programs=-(-4 * self.processors // model.num_kv_heads), ways=self._ways(name, weights, max_tokens),
         )  # fmt: skip
         if fp8_kv:
             maker.kv_dtype = "fp8"
@@ -133,6 +143,15 @@ class Setting:
             pass
         files: Any = SimpleNamespace(config=model, tokenizer_file=self.folder / "tokenizer.json", fingerprint=name)
         return PipelinedRunner(config, files, engine)
+
+    def _ways(self, name: str, weights: DecoderWeights, max_tokens: int) -> dict[Key, Way]:
+        """As at a worker's start; raced once, so that captured and eager engines compute the same."""
+        if not weights.fp8:
+            return {}
+        if (name, max_tokens) not in self.ways:
+            race = Race(Kernels(), self.backend, dtype=self.dtype, max_tokens=max_tokens)
+            self.ways[name, max_tokens] = race.run(weights)
+        return self.ways[name, max_tokens]
 
     def _limits(self) -> tuple[float, float]:
         """Bytes read in a second, and multiply-adds counted as two, of this device."""
@@ -150,8 +169,14 @@ def line_of(row: Row) -> str:
     return f"{row.name:58} {row.value:>26}  {row.goal:24} {sign}"
 
 
-def random_weights(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> DecoderWeights:
-    """Weights that keep hidden states of the size that they have."""
+def random_weights(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, *, fp8: bool = False
+) -> DecoderWeights:
+    """Weights that keep hidden states of the size that they have; fp8: those of maps are quantised."""
+
+    def mapped(rows: int, columns: int) -> tuple[Tensor, Tensor | None]:
+        plain = matrix(rows, columns)
+        return quantise_rows(plain) if fp8 else (plain, None)
 
     def matrix(rows: int, columns: int) -> Tensor:
         return torch.randn((rows, columns), device=device, dtype=dtype).mul_(columns**-0.5)
@@ -164,18 +189,26 @@ def random_weights(config: ModelConfig, device: torch.device, dtype: torch.dtype
 
     def layers() -> Iterator[LayerWeights]:
         for _ in range(config.num_layers):
+            qkv, qkv_scales = mapped(heads * dim, hidden)
+            out, out_scales = mapped(hidden, config.num_heads * dim)
+            gate_up, gate_up_scales = mapped(2 * inner, hidden)
+            down, down_scales = mapped(hidden, inner)
             yield LayerWeights(
                 attention_norm=ones(hidden),
-                qkv=matrix(heads * dim, hidden),
+                qkv=qkv,
+                qkv_scales=qkv_scales,
                 qkv_bias=ones(heads * dim) if config.qkv_bias else None,
                 q_norm=None,
                 k_norm=None,
-                out=matrix(hidden, config.num_heads * dim),
+                out=out,
+                out_scales=out_scales,
                 out_bias=None,
                 mlp_norm=ones(hidden),
-                gate_up=matrix(2 * inner, hidden),
+                gate_up=gate_up,
+                gate_up_scales=gate_up_scales,
                 gate_up_bias=None,
-                down=matrix(hidden, inner),
+                down=down,
+                down_scales=down_scales,
                 down_bias=None,
             )
 

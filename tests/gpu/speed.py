@@ -39,16 +39,21 @@ def blocks_for(setting: Setting, rows: int) -> int:
 
 def decoding(setting: Setting) -> None:
     """Decode share of the bandwidth limit: weights and KV read once, at the bandwidth measured here."""
-    for name, goals in (("0.5B", (0.6, 0.6, 0.6)), ("8B", (0.8, 0.85, 0.85))):
-        model, weights = setting.model(name)
-        for fp8 in (False, True):
-            runner = setting.runner(name, capture=True, blocks=blocks_for(setting, 256), fp8_kv=fp8)
-            for rows, goal in list(zip((1, 32, 256), goals, strict=True))[: 1 if setting.dry else 3]:
-                seconds = decode_step(setting, runner, rows)
-                read = weight_bytes(weights) + rows * CONTEXT * model.kv_bytes_per_token(1 if fp8 else 2)
-                share = read / setting.bandwidth / seconds
-                label = f"decode {name} bf16, {'fp8' if fp8 else 'bf16'} KV, batch {rows}: share of the limit"
-                setting.add(label, f"{share:.0%} ({rows / seconds:,.0f} tokens/s)", f"≥ {goal:.0%}", share >= goal)
+    small, large = (0.6, 0.6, 0.6), (0.8, 0.85, 0.85)
+    kinds = [("0.5B", False, False, small), ("0.5B", False, True, small), ("8B", False, False, large)]
+    kinds += [("8B", False, True, large)]
+    if setting.has_fp8:
+        kinds += [("8B", True, False, large), ("8B", True, True, large)]
+    for name, fp8, fp8_kv, goals in kinds:
+        model, weights = setting.model(name, fp8=fp8)
+        runner = setting.runner(name, capture=True, blocks=blocks_for(setting, 256), fp8_kv=fp8_kv, fp8=fp8)
+        for rows, goal in list(zip((1, 32, 256), goals, strict=True))[: 1 if setting.dry else 3]:
+            seconds = decode_step(setting, runner, rows)
+            read = weight_bytes(weights) + rows * CONTEXT * model.kv_bytes_per_token(1 if fp8_kv else 2)
+            share = read / setting.bandwidth / seconds
+            formats = f"{'fp8' if fp8 else 'bf16'}, {'fp8' if fp8_kv else 'bf16'} KV"
+            label = f"decode {name} {formats}, batch {rows}: share of the limit"
+            setting.add(label, f"{share:.0%} ({rows / seconds:,.0f} tokens/s)", f"≥ {goal:.0%}", share >= goal)
 
 
 def captured_against_eager(setting: Setting) -> None:

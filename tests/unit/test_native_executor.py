@@ -239,7 +239,7 @@ def test_a_folder_is_quantised_at_load(tmp_path: Path, cache: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"quantization": "q2"}, "--quantization must be one of none, q8_0, is 'q2'"),
+        ({"quantization": "q2"}, "--quantization must be one of none, q8_0, fp8, is 'q2'"),
         ({"quantization": "q8_0", "dtype": "float32"}, "--quantization q8_0 needs --dtype auto, which is float32"),
         ({"quantization": "q8_0"}, r"needs rows of a multiple of 32 values: model\.layers\.0\..*_proj\.weight has 80"),
     ],

@@ -86,7 +86,8 @@ def test_intact_shards_give_what_one_file_gives(tmp_path: Path) -> None:
     ("settings", "named"),
     [
         ({"device": "tpu"}, "--device"),
-        ({"device": "cuda", "quantization": "q8_0"}, "--quantization q8_0 is for CPUs"),
+        ({"device": "cuda", "quantization": "q8_0"}, "--quantization q8_0 needs --device auto or cpu, which is cuda"),
+        ({"device": "auto", "quantization": "fp8"}, "--quantization fp8 needs --device cuda, which is auto"),
         ({"gpu_memory_utilization": 0.0}, "--gpu-memory-utilization"),
         ({"gpu_memory_fraction": 1.5}, "--gpu-memory-fraction"),
         ({"dtype": "float64"}, "--dtype"),
@@ -136,9 +137,12 @@ def test_tensors_are_read_as_the_loader_reads_them(tmp_path: Path, kind: str, pe
     values, size = UNITS[kind]
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 256, rows * columns // values * size, np.uint8).reshape(-1, size)
-    for at in {"F32": (2,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
+    exponents = {"F32": (2,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,), "F8_E4M3": ()}
+    for at in exponents.get(kind, (0,)):
         # A float whose exponent is neither all ones nor all zeros.
         stored[:, at + 1] = 0x3C
+    if kind == "F8_E4M3":
+        stored[stored & 0x7F == 0x7F] = 0  # NaN
     file = tmp_path / "tensors"
     file.write_bytes(b"head" + stored.tobytes())
     entry = TensorEntry(

@@ -14,6 +14,7 @@ from proto.messages import Int32
 from worker.config import KV_BYTES, WorkerConfig
 from worker.cpu.attention import Layout, attend, plan_attention
 from worker.cpu.cache import KVCache
+from worker.cpu.formats import refuse_fp8
 from worker.errors import ConfigError
 from worker.executor import Scores, StepOutputs
 from worker.inputs import ForwardInputs, StepInputs
@@ -45,6 +46,7 @@ class CpuExecutor:
     def load(cls, config: WorkerConfig, files: ModelFiles, group: Group = ALONE) -> CpuExecutor:
         """Reads the weights and sets torch's number of threads, which is one for the process. ConfigError for what
         only the native engine serves."""
+        refuse_fp8(files)
         if config.kv_dtype not in ("auto", config.resolved_dtype):
             raise ConfigError(
                 f"--kv-dtype {config.kv_dtype} needs the native engine: the torch engine keeps KV in its --dtype, "

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from worker.cuda import maps
 from worker.cuda.kernels import (
     adjust,
     attention,
@@ -17,11 +18,12 @@ from worker.cuda.kernels import (
     draw,
     gate,
     linear,
-    linear_fp8,
     narrow,
     norm,
+    numbers,
     plan,
     prefill,
+    quantise,
     rope,
     score,
 )
@@ -90,19 +92,7 @@ def variants(arch: int) -> Iterator[Variant]:
             yield _rope(model, kv)
     for model in MODELS[:2]:
         yield from _activations(model)
-        yield Variant(
-            family="invariant linear map", shape=f"{model.hidden} to {model.hidden}", kernel=linear.linear_kernel,
-            types=_types("bf16") | {"num_tokens": "i32"}, options=linear.OPTIONS,
-            constants=linear.linear_constants(outputs=model.hidden, inputs=model.hidden, bias=True),
-        )  # fmt: skip
-        yield Variant(
-            family="FP8 linear map", shape=f"{model.hidden} to {model.hidden}", kernel=linear_fp8.linear_fp8_kernel,
-            types=_types("bf16", x_ptr=FP8, weight_ptr=FP8)
-            | _pointers("fp32", "x_scales weight_scales")
-            | {"num_tokens": "i32"},
-            options=linear_fp8.OPTIONS, needs=FP8_FROM,
-            constants=linear_fp8.linear_fp8_constants(outputs=model.hidden, inputs=model.hidden, bias=True),
-        )  # fmt: skip
+        yield from _maps(model)
         yield from _sampling(model)
     yield from _batch(MODELS[0])
 
@@ -157,21 +147,52 @@ def _rope(model: Model, kv: str) -> Variant:
 
 
 def _activations(model: Model) -> Iterator[Variant]:
-    for out in ("bf16", FP8):
-        needs, fp8 = (FP8_FROM, True) if out == FP8 else (80, False)
+    """Plain, and in FP8 with a scale for each token and for each group."""
+    for size in (0, 1, numbers.GROUP):
+        needs, out = (FP8_FROM, FP8) if size else (80, "bf16")
         types = _types("bf16", out_ptr=out) | {"scales_ptr": "*fp32", "epsilon": "fp32"}
+        hidden, inner = (-(-width // size) if size > 1 else size for width in (model.hidden, model.intermediate))
+        told = _short(out) + (", groups" if size > 1 else "")
         yield Variant(
-            family="RMS norm", shape=f"{model.hidden} to {_short(out)}", kernel=norm.norm_kernel, types=types,
-            constants=norm.norm_constants(model.hidden, add=True, fp8=fp8), options=norm.norm_options(model.hidden),
-            needs=needs,
+            family="RMS norm", shape=f"{model.hidden} to {told}", kernel=norm.norm_kernel, types=types, needs=needs,
+            constants=norm.norm_constants(model.hidden, add=True, groups=hidden),
+            options=norm.norm_options(model.hidden),
         )  # fmt: skip
-        constants: dict[str, Any] = {"SIZE": model.intermediate, "BLOCK": gate.BLOCK}
+        whole = size == 1
         yield Variant(
-            family="SiLU gate", shape=f"{model.intermediate} to {_short(out)}",
-            kernel=gate.gate_fp8_kernel if fp8 else gate.gate_kernel, types=types, needs=needs,
-            constants=gate.gate_fp8_constants(model.intermediate) if fp8 else constants,
-            options={"num_warps": 8 if fp8 else 4},
+            family="SiLU gate", shape=f"{model.intermediate} to {told}", types=types, needs=needs,
+            kernel=gate.gate_fp8_kernel if whole else gate.gate_kernel, options={"num_warps": 8 if whole else 4},
+            constants=gate.gate_fp8_constants(model.intermediate)
+            if whole
+            else gate.gate_constants(model.intermediate, inner),
         )  # fmt: skip
+        if size:
+            yield Variant(
+                family="FP8 activations", shape=f"{model.hidden} to {told}", kernel=quantise.quantise_kernel,
+                types=types, needs=needs, options=quantise.quantise_options(model.hidden),
+                constants=quantise.quantise_constants(model.hidden, groups=hidden),
+            )  # fmt: skip
+
+
+def _maps(model: Model) -> Iterator[Variant]:
+    """The output projection: plain as `--batch-invariant` takes it, and in FP8 through each tile."""
+    hidden, groups = model.hidden, -(-model.hidden // numbers.GROUP)
+    types = _types("bf16") | {"num_tokens": "i32"}
+    scaled = types | _pointers(FP8, "x weight") | _pointers("fp32", "x_scales weight_scales")
+    plain = linear.linear_constants(linear.PLAIN, hidden, hidden, groups=0, scale_rows=1, bias=True)
+    yield Variant(
+        family="invariant linear map", shape=f"{hidden} to {hidden}", kernel=linear.linear_kernel, types=types,
+        options=linear.PLAIN.options, constants=plain,
+    )  # fmt: skip
+    tiles = {linear.FP8, *(tile for several in maps.TILES.values() for tile in several)}
+    for tile in sorted(tiles, key=lambda tile: (tile.tokens, tile.outputs, tile.stages)):
+        for count, rows in ((1, 1), (groups, numbers.GROUP)):
+            yield Variant(
+                family="FP8 linear map",
+                shape=f"{hidden} to {hidden}, tile {tile}, {tile.stages} stages" + (", blocks" if count > 1 else ""),
+                kernel=linear.linear_kernel, types=scaled, needs=FP8_FROM, options=tile.options,
+                constants=linear.linear_constants(tile, hidden, hidden, groups=count, scale_rows=rows, bias=True),
+            )  # fmt: skip
 
 
 def _sampling(model: Model) -> Iterator[Variant]:

@@ -62,7 +62,7 @@ def compile_variant(variant: Variant, arch: int) -> Report:
         registers=registers_of(made.asm["cubin"]),
         shared=made.metadata.shared,
         spills=len(re.findall(r"\b(?:STL|LDL)\b", code)),
-        products="wgmma" if re.search(r"\bHGMMA\b", code) else "mma" if re.search(r"\b[HQ]MMA\b", code) else "",
+        products="wgmma" if re.search(r"\b[HQ]GMMA\b", code) else "mma" if re.search(r"\b[HQ]MMA\b", code) else "",
         loads=len(loads),
         wide=sum(".128" in load for load in loads),
     )

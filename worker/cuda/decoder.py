@@ -1,20 +1,21 @@
-"""The decoder's forward pass through the GPU kernels. Linear maps are torch's. Legend: worker/models/llama.py."""
+"""The decoder's forward pass through the GPU kernels. Legend: worker/models/llama.py."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from worker.cuda.kernels.attention import LayerKV, Rows
+from worker.cuda.kernels.attention import LayerKV
 from worker.cuda.kernels.decode import scratch_size
-from worker.cuda.kernels.linear import linear
 from worker.cuda.kernels.plan import Columns
 from worker.cuda.kernels.prefill import max_query_tiles
 from worker.cuda.kernels.table import Kernels
+from worker.cuda.maps import Activations, Key, Maps, Way
 from worker.loader.config import ModelConfig
 from worker.models.llama import rope_table
-from worker.models.weights import DecoderWeights, LayerWeights
+from worker.models.weights import DecoderWeights, LayerWeights, LinearMap
 from worker.parallel.group import ALONE, Group
 
 
@@ -53,6 +54,7 @@ class Decoder:
         arch: int = 90,
         invariant: bool = False,
         ranks: Group = ALONE,
+        ways: Mapping[Key, Way] | None = None,
     ) -> None:
         self.config = config
         self.weights = weights if ranks.rank == 0 else weights.without_sum_biases()
@@ -62,7 +64,7 @@ class Decoder:
         self.arch = arch
         self.invariant = invariant
         self.ranks = ranks
-        self.linear = linear if invariant else F.linear
+        self.maps = Maps(kernels, weights.embedding.dtype, invariant=invariant, ways=ways)
         self.place = cache.blocks.device
         rope = rope_table(config, config.max_position_embeddings)
         self.cos, self.sin = rope.cos.to(self.place), rope.sin.to(self.place)
@@ -74,31 +76,37 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [rows of hidden, vocabulary] on rank 0; the others leave it their part."""
-        part = self.linear(hidden, self.weights.lm_head, None)
+        part = self.maps(Activations(hidden, None), LinearMap(self.weights.lm_head, None, None))
         return self.ranks.gather_logits(part, self.config.vocab_size).float()
 
     def forward(self, columns: Columns) -> Tensor:
         """Writes the KV of the columns' tokens; hidden states after the last norm, [T, H]."""
-        eps, rows = self.config.rms_norm_eps, columns.rows
         hidden = self.ranks.embed(columns.token_ids, self.weights.embedding, self.config.vocab_size)
-        normed, delta = torch.empty_like(hidden), None
+        delta = None
         for index, layer in enumerate(self.weights.layers):
-            self.kernels.norm(hidden, delta, layer.attention_norm, normed, None, eps=eps)
-            delta = self._attention(layer, self.cache.layer(index), normed, rows, columns.positions, columns.slots)
-            self.kernels.norm(hidden, delta, layer.mlp_norm, normed, None, eps=eps)
-            delta = self._mlp(layer, normed)
-        self.kernels.norm(hidden, delta, self.weights.norm, normed, None, eps=eps)
-        return normed
+            qkv, _, gate_up, _ = layer.maps
+            normed = self._norm(hidden, delta, layer.attention_norm, qkv)
+            delta = self._attention(layer, self.cache.layer(index), normed, columns)
+            delta = self._mlp(layer, self._norm(hidden, delta, layer.mlp_norm, gate_up))
+        found = torch.empty_like(hidden)
+        self.kernels.norm(hidden, delta, self.weights.norm, found, None, eps=self.config.rms_norm_eps)
+        return found
 
-    def _attention(
-        self, layer: LayerWeights, kv: LayerKV, x_TH: Tensor, rows: Rows, positions: Tensor, slots: Tensor
-    ) -> Tensor:
-        config, tokens = self.config, len(x_TH)
+    def _norm(self, hidden: Tensor, delta: Tensor | None, weight_H: Tensor, linear_map: LinearMap) -> Activations:
+        """The norm of hidden + delta, which becomes hidden, as the next map takes it."""
+        found = self.maps.empty(len(hidden), linear_map)
+        self.kernels.norm(hidden, delta, weight_H, *found, eps=self.config.rms_norm_eps)
+        return found
+
+    def _attention(self, layer: LayerWeights, kv: LayerKV, x: Activations, columns: Columns) -> Tensor:
+        config, rows, tokens = self.config, columns.rows, len(x.values)
         heads, dim, window = config.num_heads, config.head_dim, config.sliding_window
-        qkv = self.linear(x_TH, layer.qkv, layer.qkv_bias).view(tokens, -1, dim)
+        qkv_map, out_map, _, _ = layer.maps
+        qkv = self.maps(x, qkv_map).view(tokens, -1, dim)
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = layer.q_norm, layer.k_norm
+        positions, slots = columns.positions, columns.slots
         self.kernels.rope_and_write(qkv, kv, self.cos, self.sin, positions, slots, norms, eps=config.rms_norm_eps)
         q, num_rows = qkv[:, :heads], len(rows.lengths)
         # Tokens of padding belong to no row, and nothing else would write them.
@@ -112,10 +120,11 @@ class Decoder:
             least = 1 if self.invariant else 2
             tiles = max_query_tiles(tokens=tokens, rows=num_rows, group=self.group, least=least)
             self.kernels.prefill_attention(q, kv, rows, mixed, tiles=tiles, window=window, arch=self.arch)
-        return self.ranks.sum(self.linear(mixed.view(tokens, -1), layer.out, layer.out_bias))
+        return self.ranks.sum(self.maps(self.maps.quantised(mixed.view(tokens, -1), out_map), out_map))
 
-    def _mlp(self, layer: LayerWeights, x_TH: Tensor) -> Tensor:
-        gate_up = self.linear(x_TH, layer.gate_up, layer.gate_up_bias)
-        gated = gate_up.new_empty((len(x_TH), self.config.intermediate_size))
-        self.kernels.gate(gate_up, gated, None)
-        return self.ranks.sum(self.linear(gated, layer.down, layer.down_bias))
+    def _mlp(self, layer: LayerWeights, x: Activations) -> Tensor:
+        _, _, gate_up_map, down_map = layer.maps
+        gate_up = self.maps(x, gate_up_map)
+        gated = self.maps.empty(len(gate_up), down_map)
+        self.kernels.gate(gate_up, *gated)
+        return self.ranks.sum(self.maps(gated, down_map))

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from worker.cuda.kernels.adjust import CHUNK, PROMPT, Best, Bias, Masks, Penalties
 from worker.cuda.kernels.attention import TILE, LayerKV, Rows
 from worker.cuda.kernels.draw import Drawing
-from worker.cuda.kernels.numbers import FP8_MAX, SMALLEST_PEAK
+from worker.cuda.kernels.linear import Tile
+from worker.cuda.kernels.numbers import FP8_MAX, GROUP, SMALLEST_PEAK
 from worker.cuda.kernels.plan import Columns, Deltas
 from worker.cuda.kernels.prefill import LINES
 from worker.cuda.kernels.score import ScoreOutputs
@@ -27,12 +28,53 @@ def to_fp8(x: Tensor, scales: Tensor) -> Tensor:
     return (x / scales).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
-def _store(y_TH: Tensor, out_TH: Tensor, scales_T: Tensor | None) -> None:
-    if scales_T is None:
+def spread(scales: Tensor, size: int) -> Tensor:
+    """The last dimension repeated to `size`: one for all, one each, or one for each GROUP."""
+    if scales.shape[-1] in (1, size):
+        return scales.expand(*scales.shape[:-1], size)
+    return scales.repeat_interleave(GROUP, dim=-1)[..., :size]
+
+
+def quantise(x_TI: Tensor, out_TI: Tensor, scales_TG: Tensor) -> None:
+    """kernels/quantise.py"""
+    size, groups = x_TI.shape[1], scales_TG.shape[1]
+    group = size if groups == 1 else GROUP
+    parts = F.pad(x_TI.float().abs(), (0, groups * group - size)).view(-1, groups, group)
+    scales_TG.copy_(parts.amax(dim=-1).clamp(min=SMALLEST_PEAK) / FP8_MAX)
+    out_TI.copy_(to_fp8(x_TI.float(), spread(scales_TG, size)))
+
+
+def _store(y_TH: Tensor, out_TH: Tensor, scales_TG: Tensor | None) -> None:
+    if scales_TG is None:
         out_TH.copy_(y_TH)
+    else:
+        quantise(y_TH, out_TH, scales_TG)
+
+
+def weight_values(weight_OI: Tensor, scales: Tensor) -> Tensor:
+    """float32 [O, I] of E4M3 weights. Legend and scales: kernels/linear.py."""
+    outputs, inputs = weight_OI.shape
+    grid = scales.view(len(scales), -1)
+    rows = grid if len(grid) == outputs else grid.repeat_interleave(GROUP, dim=0)[:outputs]
+    return weight_OI.float() * spread(rows, inputs)
+
+
+def linear(
+    x_TI: Tensor,
+    x_scales_TG: Tensor | None,
+    weight_OI: Tensor,
+    weight_scales: Tensor | None,
+    bias_O: Tensor | None,
+    out_TO: Tensor,
+    *,
+    tile: Tile,
+) -> None:
+    """kernels/linear.py"""
+    if x_scales_TG is None or weight_scales is None:
+        out_TO.copy_(F.linear(x_TI, weight_OI, bias_O))
         return
-    scales_T.copy_(y_TH.abs().amax(dim=-1).clamp(min=SMALLEST_PEAK) / FP8_MAX)
-    out_TH.copy_(to_fp8(y_TH, scales_T[:, None]))
+    x_TI = x_TI.float() * spread(x_scales_TG, x_TI.shape[1])
+    out_TO.copy_(F.linear(x_TI, weight_values(weight_OI, weight_scales), None if bias_O is None else bias_O.float()))
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -40,18 +82,24 @@ def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm(
-    hidden_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor, out_TH: Tensor, scales_T: Tensor | None, *, eps: float
+    hidden_TH: Tensor,
+    delta_TH: Tensor | None,
+    weight_H: Tensor,
+    out_TH: Tensor,
+    scales_TG: Tensor | None,
+    *,
+    eps: float,
 ) -> None:
     """kernels/norm.py"""
     if delta_TH is not None:
         hidden_TH.copy_(hidden_TH.float() + delta_TH.float())
-    _store(_rms(hidden_TH.float(), weight_H, eps), out_TH, scales_T)
+    _store(_rms(hidden_TH.float(), weight_H, eps), out_TH, scales_TG)
 
 
-def gate(gate_up_T2I: Tensor, out_TI: Tensor, scales_T: Tensor | None) -> None:
+def gate(gate_up_T2I: Tensor, out_TI: Tensor, scales_TG: Tensor | None) -> None:
     """kernels/gate.py"""
     first, second = gate_up_T2I.float().chunk(2, dim=-1)
-    _store(F.silu(first) * second, out_TI, scales_T)
+    _store(F.silu(first) * second, out_TI, scales_TG)
 
 
 def rope_and_write(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 
 import structlog
 import torch
@@ -12,8 +13,11 @@ from worker.config import KV_BYTES, WorkerConfig
 from worker.cuda.backend import CudaBackend, GraphBackend
 from worker.cuda.decoder import Decoder, KVPool
 from worker.cuda.engine import Engine
+from worker.cuda.fp8 import Fp8Matrices
 from worker.cuda.kernels.table import Kernels
+from worker.cuda.maps import Key, Way
 from worker.cuda.memory import GRAPH_BYTES, MemoryPlan, plan_memory
+from worker.cuda.race import Race
 from worker.cuda.selftest import check_kernels
 from worker.cuda.state import Sizes
 from worker.errors import ConfigError
@@ -40,9 +44,29 @@ def load(config: WorkerConfig) -> PipelinedRunner:
 
 def load_placed(config: WorkerConfig, files: ModelFiles, backend: GraphBackend) -> DecoderWeights:
     """The weights, on the backend's device."""
-    weights = load_weights(files.config, files.tensors, getattr(torch, config.resolved_dtype), place=Streamed(backend))
+    device = backend.device
+    if device.type == "cuda":
+        require_fp8(config, files.config, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    dtype, place = getattr(torch, config.resolved_dtype), Streamed(backend)
+    matrix = Fp8Matrices(dtype, place, quantise=config.quantization == "fp8" and files.config.quantization is None)
+    weights = load_weights(files.config, files.tensors, dtype, place, matrix)
     backend.settle()
     return weights
+
+
+def require_fp8(config: WorkerConfig, model: ModelConfig, capability: tuple[int, int], name: str) -> None:
+    """ConfigError when something is to be in FP8, and the chip has none."""
+    if capability[0] * 10 + capability[1] >= FP8_FROM:
+        return
+    wanted = {
+        "--kv-dtype fp8": (config.kv_dtype == "fp8", "leave it out"),
+        "--quantization fp8": (config.quantization == "fp8", "leave it out"),
+        "a model in FP8": (model.quantization is not None, "dequantise it with `signalbox models export`"),
+    }
+    for what, (asked, instead) in wanted.items():
+        if asked:
+            major, minor = capability
+            raise ConfigError(f"{what} needs compute capability 8.9, and {name} has {major}.{minor}: {instead}")
 
 
 def start(
@@ -55,13 +79,7 @@ def start(
     device = backend.device
     properties = torch.cuda.get_device_properties(device)
     arch = properties.major * 10 + properties.minor
-    if config.kv_dtype == "fp8" and arch < FP8_FROM:
-        raise ConfigError(
-            f"--kv-dtype fp8 needs compute capability 8.9, and {properties.name} has "
-            f"{properties.major}.{properties.minor}: leave it out"
-        )
-    kv = kv_format(config.resolved_dtype if config.kv_dtype == "auto" else config.kv_dtype)
-    kernels, failed = check_kernels(model, Kernels(), device, arch=arch, page=config.block_size, kv_dtype=kv)
+    kernels, failed = checked_kernels(config, model, weights, device, arch=arch)
     # What stands in for a failed kernel waits for the device, which a graph cannot. All ranks capture, or none.
     capture = bool(ranks.least(int(not (config.enforce_eager or failed))))
     maker = EngineMaker(
@@ -73,7 +91,8 @@ def start(
         programs=-(-4 * properties.multi_processor_count // model.num_kv_heads),
         arch=arch,
         capture=capture,
-        name=f"{properties.name} (Triton, {'captured' if capture else 'eager'})",
+        name=f"{properties.name} (Triton, {'captured' if capture else 'eager'}{', FP8 weights' * weights.fp8})",
+        ways=raced(config, weights, kernels, backend) if capture else {},
         ranks=ranks,
     )
     try:
@@ -89,6 +108,34 @@ def start(
     engine.prepare()
     log.info("GPU memory", **plan.facts(), captured=torch.cuda.memory_reserved(device) - reserved)
     return engine
+
+
+def checked_kernels(
+    config: WorkerConfig, model: ModelConfig, weights: DecoderWeights, device: torch.device, *, arch: int
+) -> tuple[Kernels, list[str]]:
+    """The self-test of what this model launches: kernels, and names of those that torch stands in for."""
+    used = {"linear": config.batch_invariant or weights.fp8, "quantise": weights.fp8}
+    kernels, failed = check_kernels(
+        model,
+        Kernels(),
+        device,
+        arch=arch,
+        page=config.block_size,
+        kv_dtype=kv_format(config.resolved_dtype if config.kv_dtype == "auto" else config.kv_dtype),
+        fp8=weights.fp8,
+        unused=[name for name, needed in used.items() if not needed],
+    )
+    if config.batch_invariant and (broken := {"linear", "prefill_attention"} & set(failed)):
+        raise ConfigError(f"--batch-invariant cannot be kept: {' and '.join(sorted(broken))} fail on this chip")
+    return kernels, failed
+
+
+def raced(config: WorkerConfig, weights: DecoderWeights, kernels: Kernels, backend: GraphBackend) -> dict[Key, Way]:
+    """The ways of FP8 maps, of which there may be none; `--batch-invariant` has one way."""
+    if config.batch_invariant or not weights.fp8:
+        return {}
+    race = Race(kernels, backend, dtype=weights.embedding.dtype, max_tokens=config.max_step_tokens)
+    return race.run(weights)
 
 
 def kv_format(name: str) -> torch.dtype:
@@ -114,6 +161,7 @@ class EngineMaker:
         capture: bool,
         name: str,
         ranks: Group = ALONE,
+        ways: Mapping[Key, Way] | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -125,6 +173,7 @@ class EngineMaker:
         self.capture = capture
         self.name = name
         self.ranks = ranks
+        self.ways = ways
         self.kv_dtype = config.resolved_dtype if config.kv_dtype == "auto" else config.kv_dtype
 
     @property
@@ -151,6 +200,7 @@ class EngineMaker:
             arch=self.arch,
             invariant=config.batch_invariant,
             ranks=self.ranks,
+            ways=self.ways,
         )
         sizes = Sizes(
             max_rows=config.max_rows,

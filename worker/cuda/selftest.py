@@ -8,7 +8,7 @@ bfloat16 sums, where rounding may differ; integers must be equal.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import structlog
@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from worker.cuda import fallback
+from worker.cuda.kernels import linear
 from worker.cuda.kernels.adjust import Best, Bias, Masks, Penalties
 from worker.cuda.kernels.attention import TILE, LayerKV, Rows
 from worker.cuda.kernels.decode import scratch_size
 from worker.cuda.kernels.draw import Drawing
+from worker.cuda.kernels.numbers import FP8_MAX, GROUP
 from worker.cuda.kernels.plan import Columns, Deltas
 from worker.cuda.kernels.prefill import LINES, max_query_tiles
 from worker.cuda.kernels.score import ScoreOutputs
@@ -44,6 +46,8 @@ class Scene:
     arch: int
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    fp8: bool
+    """Whether kernels make and take FP8 activations too."""
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -70,12 +74,17 @@ def check_kernels(
     page: int,
     dtype: torch.dtype = torch.bfloat16,
     kv_dtype: torch.dtype | None = None,
+    fp8: bool = True,
+    unused: Collection[str] = (),
 ) -> tuple[Kernels, list[str]]:
-    """The kernels to serve with, and the names of those that torch stands in for; a warning tells of each."""
-    scene = Scene(model, device, page, arch, dtype, kv_dtype or dtype)
+    """The kernels to serve with, and the names of those that torch stands in for; a warning tells of each. fp8: whether
+    activations are in FP8 anywhere. unused: names of kernels that are not tested."""
+    scene = Scene(model, device, page, arch, dtype, kv_dtype or dtype, fp8)
     failed = []
     with torch.inference_mode():
         for name, case in CASES.items():
+            if name in unused:
+                continue
             why = _fault(scene, case, getattr(kernels, name), getattr(fallback, name))
             if why:
                 log.warning("a kernel fails on this chip: torch stands in, which is slow", kernel=name, why=why)
@@ -102,17 +111,59 @@ def _fault(scene: Scene, case: Case, kernel: Launch, expected: Launch) -> str:
     return ""
 
 
+def _activations(scene: Scene, size: int, fill: Callable[[Tensor, Tensor | None], None]) -> tuple[Tensor, ...]:
+    """What `fill` leaves: plain, and in FP8 with a scale for each token, and for each group."""
+    found = [scene.randn(3, size)]
+    fill(found[0], None)
+    for groups in sorted({1, -(-size // GROUP)}) if scene.fp8 else ():
+        out, scales = scene.randn(3, size).to(fallback.FP8), torch.ones((3, groups), device=scene.device)
+        fill(out, scales)
+        found += [scales * FP8_MAX, out]
+    return tuple(found)
+
+
 def _norm(scene: Scene, launch: Launch) -> tuple[Tensor, ...]:
     size = scene.model.hidden_size
-    hidden, out = scene.randn(3, size), scene.randn(3, size)
-    launch(hidden, scene.randn(3, size), scene.randn(size), out, None, eps=scene.model.rms_norm_eps)
-    return hidden, out
+    hidden, delta, weight = scene.randn(3, size), scene.randn(3, size), scene.randn(size)
+    eps = scene.model.rms_norm_eps
+    return hidden, *_activations(scene, size, lambda out, scales: launch(hidden, delta, weight, out, scales, eps=eps))
 
 
 def _gate(scene: Scene, launch: Launch) -> tuple[Tensor, ...]:
-    out = scene.randn(3, scene.model.intermediate_size)
-    launch(scene.randn(3, 2 * scene.model.intermediate_size), out, None)
-    return (out,)
+    size = scene.model.intermediate_size
+    gate_up = scene.randn(3, 2 * size)
+    return _activations(scene, size, lambda out, scales: launch(gate_up, out, scales))
+
+
+def _quantise(scene: Scene, launch: Launch) -> tuple[Tensor, ...]:
+    size = scene.model.num_heads * scene.model.head_dim
+    x = scene.randn(3, size)
+
+    def fill(out: Tensor, scales: Tensor | None) -> None:
+        if scales is not None:
+            launch(x, out, scales)
+        else:
+            out.zero_()
+
+    return _activations(scene, size, fill)
+
+
+def _linear(scene: Scene, launch: Launch) -> tuple[Tensor, ...]:
+    """The output projection's shape, 17 tokens: more than a tile's least."""
+    inputs, outputs = scene.model.num_heads * scene.model.head_dim, scene.model.hidden_size
+    weight, bias, x = scene.randn(outputs, inputs) * inputs**-0.5, scene.randn(outputs), scene.randn(17, inputs)
+    found = [scene.randn(17, outputs) for _ in range(1 + 2 * scene.fp8)]
+    launch(x, None, weight, None, bias, found[0], tile=linear.PLAIN)
+    if scene.fp8:
+        codes, rows = fallback.to_fp8(weight.float(), torch.ones(1, device=scene.device)), torch.rand(outputs)
+        for out, groups, scales in (
+            (found[1], 1, rows.to(scene.device)),
+            (found[2], -(-inputs // GROUP), torch.rand((-(-outputs // GROUP), -(-inputs // GROUP)))),
+        ):
+            x_codes, x_scales = x.to(fallback.FP8), torch.ones((17, groups), device=scene.device)
+            fallback.quantise(x, x_codes, x_scales)
+            launch(x_codes, x_scales, codes, scales.to(scene.device), bias, out, tile=linear.FP8)
+    return tuple(found)
 
 
 def _rope(scene: Scene, launch: Launch) -> tuple[Tensor, ...]:
@@ -301,6 +352,8 @@ CASES: dict[str, Case] = {
     "decode_attention": _decode,
     "prefill_attention": _prefill,
     "gate": _gate,
+    "quantise": _quantise,
+    "linear": _linear,
     "copy_blocks": _copies,
     "append_blocks": _append_blocks,
     "build_columns": _build_columns,

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from worker.loader.errors import ModelError
 from worker.loader.keys import Keys
+from worker.loader.quantization import Quantization, parse_quantization
 from worker.loader.rope import RopeConfig, parse_rope
 
 __all__ = ["ModelConfig", "RopeConfig", "parse_config"]
@@ -51,6 +52,8 @@ class ModelConfig:
     """Each position sees this many positions up to and with itself, in every layer; None: all of them."""
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None
+    """How a folder in FP8 came to be; None for all others."""
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of keys and values that one token takes over all layers."""
@@ -92,6 +95,7 @@ def parse_config(data: Mapping[str, Any], where: str) -> ModelConfig:
         sliding_window=_sliding_window(keys, architecture, num_layers, max_positions),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=keys.token_ids("eos_token_id", vocab_size),
+        quantization=parse_quantization(keys),
     )
 
 
@@ -112,13 +116,6 @@ def _architecture(keys: Keys) -> Architecture:
 
 
 def _refuse_unsupported(keys: Keys) -> None:
-    quantization = keys.mapping("quantization_config")
-    if quantization is not None:
-        method = quantization.text("quant_method", "unnamed")
-        raise ModelError(
-            f'{keys.where}: quantization_config with quant_method "{method}" is not supported: '
-            "use the unquantised folder or a GGUF file"
-        )
     activation = keys.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelError(f'{keys.where}: hidden_act "{activation}" is not supported: it must be silu')

@@ -34,6 +34,15 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(math.prod(shape) for shape in expected_tensors(config).values())
 
 
+def fp8_bytes(config: ModelConfig) -> int:
+    """Bytes of the weights when the layers' matrices are in FP8 with a scale for each row, and all else in bfloat16."""
+    sizes = 0
+    for name, shape in expected_tensors(config).items():
+        quantised = len(shape) == 2 and name not in (EMBEDDING, LM_HEAD)
+        sizes += math.prod(shape) + 4 * shape[0] if quantised else 2 * math.prod(shape)
+    return sizes
+
+
 def _layer_tensors(config: ModelConfig) -> dict[str, Shape]:
     hidden, inner = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

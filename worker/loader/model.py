@@ -17,6 +17,7 @@ from worker.loader.errors import ModelError
 from worker.loader.expected import EMBEDDING, LM_HEAD, check_tensors
 from worker.loader.gguf import open_gguf, read_tensors
 from worker.loader.keys import Keys, read_json
+from worker.loader.quantization import with_scales
 from worker.loader.safetensors import all_tensors, content_key, read_index
 from worker.loader.tensors import TensorEntry
 
@@ -75,6 +76,7 @@ def _open(path: Path, folder: Path, tensors: dict[str, TensorEntry], content: st
     """`folder` holds all small files, in Hugging Face form."""
     config_file = folder / "config.json"
     config = parse_config(read_json(config_file), str(config_file))
+    tensors = with_scales(config.quantization, tensors)
     config = _settle_ties(config, tensors)
     check_tensors(config, tensors, path)
     tokenizer_config = _optional_json(folder / "tokenizer_config.json")

@@ -2,6 +2,7 @@
 
 Formats as stored (little-endian; source: ggml-common.h of the GGUF format):
   F32, F16, BF16   one value each
+  F8_E4M3          one code each, which a scale belongs to (loader/quantization.py)  value = code * scale
   Q8_0   34 bytes for 32 values: f16 d, int8 q[32]           value = d * q
   Q4_0   18 bytes for 32 values: f16 d, 16 bytes of nibbles  value = d * (q - 8)
   Q4_1   20 bytes for 32 values: f16 d, f16 m, 16 bytes      value = d * q + m
@@ -30,6 +31,7 @@ UNITS: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
     "BF16": (1, 2),
+    "F8_E4M3": (1, 1),
     "Q8_0": (32, 34),
     "Q4_0": (32, 18),
     "Q4_1": (32, 20),
@@ -37,6 +39,9 @@ UNITS: dict[str, tuple[int, int]] = {
     "Q5_K": (256, 176),
     "Q6_K": (256, 210),
 }
+FP8 = "F8_E4M3"
+# Rows and columns of an FP8 matrix that have one scale, where a matrix has neither one nor one for each row.
+SCALE_BLOCK = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +62,8 @@ class TensorEntry:
     Llama architecture hold q and k; `rows` gives them as (0, 1, 2, ...)."""
     columns: tuple[int, int] | None = None
     """Set when this is a part of each stored row: its bytes from, and before."""
+    scales: TensorEntry | None = None
+    """Of an FP8 matrix: [rows, columns], 1 for all, or one for each row, or one for each block of SCALE_BLOCK."""
 
     @property
     def is_plain(self) -> bool:
@@ -76,6 +83,7 @@ class TensorEntry:
             nbytes=count * size,
             shape=(count, *self.shape[1:]),
             permute_heads=heads,
+            scales=self.scales and self._scales_part(0, start, stop),
         )
 
     def column_part(self, start: int, stop: int) -> TensorEntry:
@@ -87,8 +95,26 @@ class TensorEntry:
                 f"be cut at {start} and {stop}: use another --tensor-parallel-size or another file"
             )
         return replace(
-            self, shape=(self.shape[0], stop - start), columns=(start // values * size, stop // values * size)
+            self,
+            shape=(self.shape[0], stop - start),
+            columns=(start // values * size, stop // values * size),
+            scales=self.scales and self._scales_part(1, start, stop),
         )
+
+    def _scales_part(self, axis: int, start: int, stop: int) -> TensorEntry:
+        """The scales of a part of the rows (axis 0) or columns; ModelError where a border cuts a block."""
+        scales, size = self.scales, self.shape[axis]
+        assert scales is not None
+        if scales.shape[axis] == 1:
+            return scales
+        if scales.shape[axis] != size:
+            if start % SCALE_BLOCK or (stop % SCALE_BLOCK and stop != size):
+                raise ModelError(
+                    f"{self.file}: {self.name} has a scale for each {SCALE_BLOCK} of {size} and cannot be cut at "
+                    f"{start} and {stop}: use another --tensor-parallel-size or another file"
+                )
+            start, stop = start // SCALE_BLOCK, -(-stop // SCALE_BLOCK)
+        return scales.column_part(start, stop) if axis else scales.row_part(start, stop)
 
     def raw(self) -> NDArray[np.uint8]:
         """The bytes as stored: uint8 [nbytes], a map of the file. Writes go to private pages, never to the file."""
@@ -127,7 +153,18 @@ def as_float32(entry: TensorEntry) -> NDArray[np.float32]:
 
 def dequantize(entry: TensorEntry) -> NDArray[np.float32]:
     """The tensor's values in Hugging Face row order: float32 [shape], always a fresh array."""
-    return decode_rows(entry.dtype, entry.rows()).reshape(entry.shape)
+    values = decode_rows(entry.dtype, entry.rows()).reshape(entry.shape)
+    if entry.scales is not None:
+        values *= spread(dequantize(entry.scales), entry.shape)
+    return values
+
+
+def spread(scales: NDArray[np.float32], shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """An FP8 matrix's scales, repeated as far as broadcasting to its shape needs it."""
+    for axis, size in enumerate(shape):
+        if scales.shape[axis] not in (1, size):
+            scales = np.repeat(scales, SCALE_BLOCK, axis).take(range(size), axis)
+    return scales
 
 
 def decode_rows(dtype: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
@@ -139,6 +176,8 @@ def decode_rows(dtype: str, rows: NDArray[np.uint8]) -> NDArray[np.float32]:
         return stored.view(np.float16).astype(np.float32)
     if dtype == "BF16":
         return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == FP8:
+        return _E4M3.take(stored)
     return _dequantize_blocks(dtype, stored.reshape(-1, UNITS[dtype][1])).reshape(len(rows), -1)
 
 
@@ -169,6 +208,19 @@ def _dequantize_blocks(dtype: str, blocks: NDArray[np.uint8]) -> NDArray[np.floa
     # d * 8 is exact, so taking it off afterwards rounds as d * (q - 8) does.
     values += _halves(blocks, 2) if dtype == "Q4_1" else -8.0 * scale
     return values
+
+
+def _e4m3() -> NDArray[np.float32]:
+    """Each code's value: a sign, four bits of exponent and three of fraction; all ones are NaN (arXiv 2209.05433)."""
+    codes = np.arange(256)
+    exponents, fractions = codes >> 3 & 15, codes & 7
+    values = np.where(exponents, np.ldexp(8.0 + fractions, exponents - 10), np.ldexp(fractions, -9))
+    values[codes & 127 == 127] = np.nan
+    values[128:] *= -1
+    return np.asarray(values, np.float32)
+
+
+_E4M3 = _e4m3()
 
 
 def _halves(blocks: NDArray[np.uint8], start: int) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from worker.loader.super_blocks import SUPER_BLOCKS
-from worker.loader.tensors import UNITS, TensorEntry, as_float32, dequantize
+from worker.loader.tensors import FP8, SCALE_BLOCK, UNITS, TensorEntry, as_float32, dequantize, spread
 
 
 def read(entry: TensorEntry, dtype: torch.dtype) -> Tensor:
@@ -31,8 +31,36 @@ def stack(entries: Sequence[TensorEntry], dtype: torch.dtype) -> Tensor:
     return out
 
 
+def read_all(entries: Sequence[TensorEntry], dtype: torch.dtype) -> Tensor:
+    """The tensors below each other: `read` where there is one, else `stack`."""
+    return read(entries[0], dtype) if len(entries) == 1 else stack(entries, dtype)
+
+
+def stack_fp8(entries: Sequence[TensorEntry]) -> tuple[Tensor, Tensor] | None:
+    """FP8 matrices below each other as they are stored: codes [out, in], and their scales, float32.
+
+    Scales are [out] where each row has one. Where a block of SCALE_BLOCK columns has one, they are
+    [out / SCALE_BLOCK, in / SCALE_BLOCK], or [out, in / SCALE_BLOCK] when a border of two matrices cuts a block of
+    rows. None: some are not stored in FP8, or their scales differ in form.
+    """
+    if any(entry.scales is None for entry in entries):
+        return None
+    grids = [dequantize(entry.scales) for entry in entries if entry.scales is not None]
+    if len({grid.shape[1] for grid in grids}) > 1:
+        return None
+    sizes = [entry.shape[0] for entry in entries]
+    if grids[0].shape[1] == 1 or any(size % SCALE_BLOCK for size in sizes[:-1]):
+        grids = [
+            np.broadcast_to(spread(grid, (size, grid.shape[1])), (size, grid.shape[1]))
+            for grid, size in zip(grids, sizes, strict=True)
+        ]
+    codes = [torch.from_numpy(np.ascontiguousarray(entry.rows())).view(torch.float8_e4m3fn) for entry in entries]
+    scales = torch.from_numpy(np.concatenate(grids))
+    return codes[0] if len(codes) == 1 else torch.cat(codes), scales[:, 0] if scales.shape[1] == 1 else scales
+
+
 def _read_into(out: Tensor, entry: TensorEntry) -> None:
-    if entry.dtype in SUPER_BLOCKS:
+    if entry.dtype == FP8 or entry.dtype in SUPER_BLOCKS:
         out.copy_(torch.from_numpy(dequantize(entry)))
         return
     stored = torch.from_numpy(np.ascontiguousarray(entry.rows())).view(-1)

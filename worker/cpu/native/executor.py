@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from proto.messages import Int32
 from worker.config import KV_BYTES, WorkerConfig
+from worker.cpu.formats import refuse_fp8
 from worker.cpu.native.buffers import KV_FORMATS, Buffers, KVBlocks, RopeTables
 from worker.cpu.native.build import level
 from worker.cpu.native.errors import NativeUnavailable
@@ -74,6 +75,7 @@ class NativeExecutor:
     @classmethod
     def load(cls, config: WorkerConfig, files: ModelFiles) -> NativeExecutor:
         """Builds the library if need be and reads the weights. NativeUnavailable says why it cannot be used."""
+        refuse_fp8(files)
         check_settings(config)
         native()
         weights = load_weights(files, matrix_format(config), threads=config.resolved_threads)

@@ -1,6 +1,6 @@
 """The gated MLP's middle: SiLU(gate) · up, with FP8 after it.
 
-Legend: T tokens, I intermediate size.
+Legend: T tokens, I intermediate size, G groups of it that have a scale each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.cuda.kernels.numbers import FP8_MAX, SMALLEST_PEAK, to_fp8
+from worker.cuda.kernels.numbers import FP8_MAX, GROUP, SMALLEST_PEAK, store_fp8, to_fp8
 
 # Values that a program works on at once.
 BLOCK = 1024
@@ -26,12 +26,20 @@ def gated(gate_up_ptr, token, at, SIZE: tl.constexpr):
 
 
 @triton.jit
-def gate_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def gate_kernel(
+    gate_up_ptr, out_ptr, scales_ptr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
     """Program (t, i): block i of token t."""
     token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.program_id(1) * BLOCK
+    at = begin + tl.arange(0, BLOCK)
     y = gated(gate_up_ptr, token, at, SIZE)
-    tl.store(out_ptr + token * SIZE + at, y.to(out_ptr.dtype.element_ty), mask=at < SIZE)
+    if GROUPS:
+        store_fp8(y, begin, out_ptr + token * SIZE, scales_ptr + token * GROUPS, SIZE, BLOCK, GROUP, SMALLEST, LARGEST)
+    else:
+        tl.store(out_ptr + token * SIZE + at, y.to(out_ptr.dtype.element_ty), mask=at < SIZE)
 
 
 @triton.jit
@@ -51,16 +59,26 @@ def gate_fp8_kernel(
         tl.store(out_ptr + token * SIZE + at, to_fp8(gated(gate_up_ptr, token, at, SIZE), 1.0 / scale), mask=at < SIZE)
 
 
-def gate(gate_up_T2I: Tensor, out_TI: Tensor, scales_T: Tensor | None) -> None:
+def gate(gate_up_T2I: Tensor, out_TI: Tensor, scales_TG: Tensor | None) -> None:
     """out = SiLU of the first half of each token's values, times the second half.
 
-    With scales [T] float32, `out` is E4M3, and out · scale is the product.
+    With scales, float32, `out` is E4M3, and out · scale is the product; one group is the whole token, more are of 128.
     """
     tokens, size = out_TI.shape
-    if scales_T is None:
-        gate_kernel[(tokens, triton.cdiv(size, BLOCK))](gate_up_T2I, out_TI, SIZE=size, BLOCK=BLOCK, num_warps=4)
-    else:
-        gate_fp8_kernel[(tokens,)](gate_up_T2I, out_TI, scales_T, **gate_fp8_constants(size), num_warps=8)
+    if scales_TG is not None and scales_TG.shape[1] == 1:
+        gate_fp8_kernel[(tokens,)](gate_up_T2I, out_TI, scales_TG, **gate_fp8_constants(size), num_warps=8)
+        return
+    groups = 0 if scales_TG is None else scales_TG.shape[1]
+    gate_kernel[(tokens, triton.cdiv(size, BLOCK))](
+        gate_up_T2I, out_TI, out_TI if scales_TG is None else scales_TG, **gate_constants(size, groups), num_warps=4
+    )
+
+
+def gate_constants(size: int, groups: int) -> dict[str, float]:
+    """What gate_kernel is compiled for. groups: scales of a token, of 128 values each; 0: no FP8."""
+    assert groups in (0, triton.cdiv(size, GROUP)), f"{groups} scales for {size} values"
+    limits = {"SMALLEST": SMALLEST_PEAK, "LARGEST": FP8_MAX}
+    return {"SIZE": size, "BLOCK": BLOCK, "GROUP": GROUP, "GROUPS": groups} | limits
 
 
 def gate_fp8_constants(size: int) -> dict[str, float]:

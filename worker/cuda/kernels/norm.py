@@ -1,6 +1,6 @@
 """RMS norm (arXiv 1910.07467) of hidden states, with the sum that comes before it and FP8 after it.
 
-Legend: T tokens, H hidden size.
+Legend: T tokens, H hidden size, G groups of it that have a scale each.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from worker.cuda.kernels.numbers import FP8_MAX, SMALLEST_PEAK, to_fp8
+from worker.cuda.kernels.numbers import FP8_MAX, SMALLEST_PEAK, group_of, store_fp8
 
 
 @triton.jit
 def norm_kernel(
     hidden_ptr, delta_ptr, weight_ptr, out_ptr, scales_ptr, epsilon,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr, FP8: tl.constexpr, SMALLEST: tl.constexpr,
-    LARGEST: tl.constexpr,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Program t: one token. The mean's sum and the product with the weight are float32."""
     at = tl.arange(0, PADDED)
@@ -31,20 +31,25 @@ def norm_kernel(
         x = kept.to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + epsilon)
     y = x * inverse * tl.load(weight_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if FP8:
-        scale = tl.maximum(tl.max(tl.abs(y), axis=0), SMALLEST) / LARGEST
-        tl.store(scales_ptr + tl.program_id(0), scale)
-        tl.store(out_ptr + token + at, to_fp8(y, 1.0 / scale), mask=mask)
+    if GROUPS:
+        scales = scales_ptr + tl.program_id(0).to(tl.int64) * GROUPS
+        store_fp8(y, 0, out_ptr + token, scales, SIZE, PADDED, GROUP, SMALLEST, LARGEST)
     else:
         tl.store(out_ptr + token + at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def norm(
-    hidden_TH: Tensor, delta_TH: Tensor | None, weight_H: Tensor, out_TH: Tensor, scales_T: Tensor | None, *, eps: float
+    hidden_TH: Tensor,
+    delta_TH: Tensor | None,
+    weight_H: Tensor,
+    out_TH: Tensor,
+    scales_TG: Tensor | None,
+    *,
+    eps: float,
 ) -> None:
     """hidden += delta, if there is one; then out = RMS norm of hidden, times weight.
 
-    With scales [T] float32, `out` is E4M3, and out · scale is the norm.
+    With scales, float32, `out` is E4M3, and out · scale is the norm; one group is the whole token, more are of 128.
     """
     tokens, size = hidden_TH.shape
     unused = weight_H
@@ -53,17 +58,25 @@ def norm(
         unused if delta_TH is None else delta_TH,
         weight_H,
         out_TH,
-        unused if scales_T is None else scales_T,
+        unused if scales_TG is None else scales_TG,
         eps,
-        **norm_constants(size, add=delta_TH is not None, fp8=scales_T is not None),
+        **norm_constants(size, add=delta_TH is not None, groups=0 if scales_TG is None else scales_TG.shape[1]),
         **norm_options(size),
     )
 
 
-def norm_constants(size: int, *, add: bool, fp8: bool) -> dict[str, float]:
-    """What norm_kernel is compiled for."""
-    padded = triton.next_power_of_2(size)
-    return {"SIZE": size, "PADDED": padded, "ADD": add, "FP8": fp8, "SMALLEST": SMALLEST_PEAK, "LARGEST": FP8_MAX}
+def norm_constants(size: int, *, add: bool, groups: int) -> dict[str, float]:
+    """What norm_kernel is compiled for. groups: scales of a token; 0: no FP8."""
+    group, padded = group_of(size, groups or 1)
+    return {
+        "SIZE": size,
+        "PADDED": padded,
+        "ADD": add,
+        "GROUP": group,
+        "GROUPS": groups,
+        "SMALLEST": SMALLEST_PEAK,
+        "LARGEST": FP8_MAX,
+    }
 
 
 def norm_options(size: int) -> dict[str, int]:

@@ -10,10 +10,12 @@ from worker.cuda.kernels.copies import copy_blocks
 from worker.cuda.kernels.decode import decode_attention
 from worker.cuda.kernels.draw import append, draw
 from worker.cuda.kernels.gate import gate
+from worker.cuda.kernels.linear import linear
 from worker.cuda.kernels.narrow import narrow
 from worker.cuda.kernels.norm import norm
 from worker.cuda.kernels.plan import append_blocks, build_columns
 from worker.cuda.kernels.prefill import prefill_attention
+from worker.cuda.kernels.quantise import quantise
 from worker.cuda.kernels.rope import rope_and_write
 from worker.cuda.kernels.score import score
 
@@ -29,6 +31,8 @@ class Kernels:
     decode_attention: Launch = decode_attention
     prefill_attention: Launch = prefill_attention
     gate: Launch = gate
+    quantise: Launch = quantise
+    linear: Launch = linear
     copy_blocks: Launch = copy_blocks
     append_blocks: Launch = append_blocks
     build_columns: Launch = build_columns
