@@ -167,12 +167,13 @@ class BlockPool:
         Every block is exactly one of free, cached or held; the holders equal the tables and the prefix index; a
         writable block has exactly one holder.
         """
+        self.validate_index(0, self.num_blocks)
+        self.validate_holders(tables)
+
+    def validate_holders(self, tables: Iterable[BlockTable]) -> None:
+        """The proof but for what the prefix index holds: some vector operations over all blocks."""
         tables = list(tables)
         self._report(self._count(t.ids for t in tables) != self._tables, "differs from the tables given")
-        known = {digest: block for block, digest in enumerate(self.prefix.digest_of) if digest}
-        self._report((self._count([list(known.values())]) > 0) != self._cached, "differs from the prefix index")
-        if known != self.prefix.block_of:
-            raise PoolError("the prefix index is not one to one")
         free = self._count([self._stack[: self._num_free]])
         self._report(free != ((self._tables == 0) & ~self._cached), "is not exactly one of free and held")
         idle = self._count([self.idle.in_order()])
@@ -185,6 +186,17 @@ class BlockPool:
         writable = self._count(t.ids[t.num_shared :] for t in tables) > 0
         alone = (self._tables == 1) & ~self._cached
         self._report(writable & ~alone, "is writable and has more than one holder")
+
+    def validate_index(self, begin: int, end: int) -> None:
+        """The rest of the proof, for blocks [begin, end) of all: the slow part, since it looks at each."""
+        digests, block_of = self.prefix.digest_of[begin:end], self.prefix.block_of
+        known = np.fromiter(map(bool, digests), bool, len(digests))
+        wrong = np.zeros(self.num_blocks, bool)
+        wrong[begin:end] = known != self._cached[begin:end]
+        self._report(wrong, "differs from the prefix index")
+        found = [block_of.get(digest) for digest in digests if digest]
+        if found != (np.flatnonzero(known) + begin).tolist() or len(block_of) != np.count_nonzero(self._cached):
+            raise PoolError("the prefix index is not one to one")
 
     def _count(self, mentions: Iterable[BlockIds]) -> NDArray[np.intp]:
         """How often each block is mentioned."""

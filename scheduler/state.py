@@ -12,16 +12,15 @@ from enum import Enum
 
 import numpy as np
 
-from kvpool.pool import BlockPool, BlockTable
-from kvpool.prefix import extend_digests, root_digest
+from kvpool.pool import BlockPool
 from proto.messages import Header, Int32, Int64, WorkerHello
 from scheduler.batch import Bools, RowBatch, Stay
 from scheduler.config import SchedulerConfig
-from scheduler.errors import SchedulerError
 from scheduler.histogram import Histogram
 from scheduler.queue import Tenants, WaitingQueue
-from scheduler.sequence import Sequence, Status
+from scheduler.sequence import Sequence
 from scheduler.service_time import ServiceTime
+from scheduler.soundness import validate_sequences, validate_worker
 from scheduler.steady import Piece, Steady
 from scheduler.steptime import StepTime
 
@@ -91,6 +90,7 @@ class Worker:
     stuck: tuple[int, int, float] | None = None  # idle with plans in flight: its last plan, the oldest, since when
     step_time: StepTime = field(default_factory=StepTime)
     heard_at: float = 0.0  # when its last result was applied
+    owed_for: float = 0.0  # seconds that it was heard in since it owes its next result, or this epoch's beginning
     acceptance: float = 1.0  # share of the drafts that were right, smoothed over plans
 
     @classmethod
@@ -119,6 +119,7 @@ class Worker:
         self.batch = RowBatch(self.max_rows, self.capacity, self.pool.block_size)
         self.leaving, self.departed, self.computing = [], {}, {}
         self.flights.clear()
+        self.owed_for = 0.0
         self.steady = self.stuck = None
         self.next_number = 1
         self.audited = -1
@@ -152,15 +153,12 @@ class Worker:
 
     @property
     def used_slots(self) -> int:
-        """Slots of its blocks with KV, written or on their way; those of a block that several rows share count once."""
-        batch, size = self.batch, self.pool.block_size
-        rows = np.flatnonzero(batch.active)
-        shared = batch.shared[rows]
-        is_shared = np.zeros(self.pool.num_blocks, bool)
-        widest = int(shared.max(initial=0))
-        is_shared[batch.blocks[rows, :widest][np.arange(widest) < shared[:, None]]] = True
-        own = batch.issued[rows] + batch.granted[rows] - shared * size  # shared blocks are full
-        return int(own.sum()) + size * int(np.count_nonzero(is_shared))
+        """Slots of its blocks with KV, written or on their way; those of a block that several rows share count once:
+        blocks in use that are no row's own are shared, and full."""
+        batch, active = self.batch, self.batch.active
+        own_blocks = int((batch.held - batch.shared)[active].sum())
+        own_slots = (batch.issued + batch.granted - batch.shared * batch.block_size)[active].sum()
+        return int(own_slots) + batch.block_size * (self.pool.used - own_blocks)
 
     @property
     def running(self) -> list[Sequence]:
@@ -263,6 +261,8 @@ class SchedulerState:
         self.complaints: list[str] = []  # for people, since the last call of advance
         self.next_proof = now
         self.proven_plans = 0  # how many plans there had been when the state was last proven
+        self.proof_part = 0  # of the proof under way, see audit.py: the part that was done last
+        self.proof_seen = (0, 0, 0)  # plans, epochs and losses that there had been then; zeros: no proof is under way
 
     # --- queries --------------------------------------------------------------------------------------------------
 
@@ -316,94 +316,6 @@ class SchedulerState:
 
     def validate(self) -> None:
         """Raise SchedulerError or PoolError on the first thing that is not sound."""
-        running = {id(s) for worker in self.workers.values() for s in worker.running}
-        waiting = {id(s) for s in self.waiting}
-        for key, sequence in self.sequences.items():
-            _check(key == sequence.key, "stored under another key", sequence)
-            _check((id(sequence) in running) == (sequence.status is Status.RUNNING), "running or not", sequence)
-            _check((id(sequence) in waiting) == (sequence.status is Status.WAITING), "waiting or not", sequence)
-            _check((sequence.row >= 0) == (sequence.status is Status.RUNNING), "row or not", sequence)
-            _check((sequence.end is not None) == (sequence.status is Status.ENDED), "end or not", sequence)
-            _check(sequence.peer in self.frontends, "its frontend is gone", sequence)
-            within = sequence.row >= 0 or sequence.sent <= len(sequence.tokens)
-            _check(within, "sent more than is known", sequence)
-        _check(len(self.waiting) == len(waiting), "the queue's length is off")
-        _check(len(running) + len(waiting) <= len(self.sequences), "a sequence that nobody knows")
-        _check(sum(len(s.tokens) for s in self.waiting) == self.waiting_tokens, "waiting_tokens is off")
-        alive = [s.tenant_index for s in self.sequences.values() if s.status in (Status.WAITING, Status.RUNNING)]
-        counted = np.bincount(np.array(alive, np.int64), minlength=len(self.tenants.active))
-        _check(bool((counted == self.tenants.active).all()), "a tenant's count of sequences is off")
+        validate_sequences(self)
         for worker in self.workers.values():
             validate_worker(worker)
-
-
-def validate_worker(worker: Worker) -> None:
-    """Rows, columns, blocks and flights of one worker agree."""
-    batch = worker.batch
-    stays = [stay for stay in batch.stays if stay is not None]
-    _check(len(worker.flights) <= worker.window, "more plans in flight than the window")
-    _check(sorted([stay.row for stay in stays] + batch.free_rows) == list(range(batch.max_rows)), "rows are lost")
-    _check(np.flatnonzero(batch.active).tolist() == sorted(stay.row for stay in stays), "active rows are off")
-    worker.pool.validate([_table(batch, stay.row) for stay in stays])
-    _check(worker.used_slots <= worker.pool.used * worker.pool.block_size, "more slots are used than held")
-    _validate_quiet(worker)
-    filling = {stay.number: stay.filling for stay in stays}
-    for digest, number in worker.computing.items():
-        _check(filling.get(number) == digest, "a block is said to be computed by a row that does not")
-    in_flight = Counter(stay for flight in worker.flights for stay in flight.stays[flight.samples].tolist())
-    drafts: Counter[int] = Counter()
-    for flight in worker.flights:
-        if len(flight.drafts):
-            drafts.update(dict(zip(flight.stays.tolist(), flight.drafts.tolist(), strict=True)))
-    for stay in stays:
-        row, sequence = stay.row, stay.sequence
-        _check(not stay.stopped and not len(stay.ids), "a row that is over still runs", sequence)
-        _check(sequence.worker == worker.peer and sequence.row == row, "row and sequence disagree", sequence)
-        _check(int(batch.stay[row]) == stay.number, "the row has another stay", sequence)
-        retired, issued, known = int(batch.retired[row]), int(batch.issued[row]), int(batch.known[row])
-        length = known + int(batch.sampling[row])
-        _check(0 <= retired <= issued <= length <= sequence.max_length, "positions out of order", sequence)
-        _check(retired <= known and int(batch.sent[row]) <= known, "cursor beyond the known tokens", sequence)
-        _check(int(batch.sampling[row]) == in_flight[stay.number], "samples in flight are off", sequence)
-        held, told = int(batch.held[row]), int(batch.told[row])
-        _check(told <= held, "the worker knows more blocks than are held", sequence)
-        granted = int(batch.granted[row])
-        _check(held * batch.block_size >= issued + granted, "issued beyond its blocks", sequence)
-        _check(granted == drafts[stay.number], "drafts in flight are off", sequence)
-        _check(not granted or issued + granted < sequence.max_length, "drafts beyond its length", sequence)
-        _validate_cached(worker, row, sequence)
-
-
-def _validate_quiet(worker: Worker) -> None:
-    """A plan in flight holds a row that was given up only if its sequence has ended: nothing is preempted under it."""
-    current = set(worker.batch.stay[worker.batch.active].tolist())
-    for flight in worker.flights:
-        for number, row in zip(flight.stays.tolist(), flight.rows.tolist(), strict=True):
-            if number not in current:
-                sequence = worker.stay_of(number, row).sequence
-                _check(sequence.end is not None, "preempted with plans in flight", sequence)
-
-
-def _validate_cached(worker: Worker, row: int, sequence: Sequence) -> None:
-    """What the prefix index holds of a row's blocks is retired, and is what its digest says."""
-    digest_of, size = worker.pool.prefix.digest_of, worker.pool.block_size
-    if not worker.pool.prefix.block_of:
-        return
-    known = worker.batch.known_tokens(row)
-    cached = [(i, block) for i, block in enumerate(worker.batch.block_ids(row).tolist()) if digest_of[block]]
-    digests: list[bytes] = []
-    for index, block in cached:
-        _check((index + 1) * size <= int(worker.batch.retired[row]), "cached before it is retired", sequence)
-        if not digests:
-            root = root_digest(sequence.weights_version, "", f"{sequence.tenant}\0{sequence.cache_salt}")
-            extend_digests(digests, root, known[: (cached[-1][0] + 1) * size], size)
-        _check(digest_of[block] == digests[index], "cached under another content", sequence)
-
-
-def _table(batch: RowBatch, row: int) -> BlockTable:
-    return BlockTable(batch.block_ids(row), int(batch.shared[row]))
-
-
-def _check(holds: bool, what: str, sequence: Sequence | None = None) -> None:
-    if not holds:
-        raise SchedulerError(f"{what}: {sequence.tell() if sequence else 'state'}")

@@ -13,7 +13,8 @@ from proto.messages import Header, Heartbeat, Phase, Reset, StepPlan, StepResult
 from scheduler.advance import advance
 from scheduler.events import FromWorker
 from scheduler.state import SchedulerState
-from services.bench.faults.peers import SimSequence, WorkerNode
+from services.bench.faults.frontend_node import SimSequence
+from services.bench.faults.peers import WorkerNode
 from services.bench.faults.strict_worker import StrictWorker
 from services.bench.faults.world import World
 from tests.sim.test_detection import PATIENT
@@ -112,6 +113,39 @@ def test_books_that_do_not_balance_cost_an_epoch_and_no_token() -> None:
     world.assert_no_leaks()
     assert world.state.totals.audits["unsound"] == 1
     assert world.state.totals.epochs_reset == 1
+
+
+def idle_world(monkeypatch: pytest.MonkeyPatch) -> World:
+    """An engine of 120 blocks, to be proven 40 at a time, that has just served one stream."""
+    monkeypatch.setattr("scheduler.audit.PROOF_BLOCKS", 40)
+    world = World(1, PATIENT, validate_every=10**9)
+    world.add_worker("w0", num_blocks=120)
+    frontend = world.add_frontend("f0")
+    world.at(0.6, partial(frontend.submit, sequence(1, PROMPT)))
+    world.run(lambda: world.now > 1 and world.finished())
+    return world
+
+
+def test_a_large_pool_is_proven_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences, rows, and three slices of blocks: five beats."""
+    world = idle_world(monkeypatch)
+    world.run(lambda: world.state.totals.audits["sound"] == 0 and world.state.proof_part == 3, limit=5)
+    world.state.workers["w0"].pool.prefix.digest_of[119] = b"of nobody"
+    if world.engine is not None:
+        world.engine.audit.tampered = True
+    world.run(lambda: world.state.totals.audits["unsound"] == 1, limit=5)
+    assert world.state.totals.epochs_reset == 1
+
+
+def test_a_proof_begins_anew_when_something_happened_between_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = idle_world(monkeypatch)
+    world.run(lambda: world.state.proof_part == 3, limit=5)
+    (frontend,) = world.frontends.values()
+    frontend.submit(sequence(2, PROMPT))
+    world.run(lambda: world.state.totals.plans > world.state.proof_seen[0] and world.finished(), limit=20)
+    world.run(lambda: world.state.proof_seen[0] == world.state.totals.plans, limit=5)
+    assert world.state.proof_part == 0
+    world.run(lambda: world.state.totals.audits["sound"] == 1, limit=5)
 
 
 def test_books_that_do_not_balance_lose_no_stream_that_waits() -> None:
