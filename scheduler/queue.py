@@ -20,25 +20,42 @@ from scheduler.sequence import Sequence
 
 PROMPT_WEIGHT = 1.0
 OUTPUT_WEIGHT = 2.0
+MAX_TENANTS = 4096  # whose counters are kept while they are idle
 
 
 class Tenants:
-    """Index and virtual token counter of each tenant. Indices are columns' values and never reused."""
+    """Index and virtual token counter of each tenant. Indices are columns' values: a tenant keeps its own while it has
+    sequences. Beyond MAX_TENANTS the idle one that was served least is forgotten, for it loses least by that."""
 
     def __init__(self) -> None:
         self.index: dict[str, int] = {}
+        self.names: list[str] = []  # by index
         self.served = np.zeros(16)
         self.active = np.zeros(16, np.int64)  # sequences waiting or running
 
     def enter(self, tenant: str) -> int:
         """One more sequence of this tenant; returns its index."""
-        index = self.index.setdefault(tenant, len(self.index))
-        if index == len(self.served):
-            self.served = np.concatenate([self.served, np.zeros(index)])
-            self.active = np.concatenate([self.active, np.zeros(index, np.int64)])
+        known = self.index.get(tenant)
+        index = self._place(tenant) if known is None else known
         if self.active[index] == 0 and self.active.any():
             self.served[index] = max(self.served[index], self.served[self.active > 0].min())
         self.active[index] += 1
+        return index
+
+    def _place(self, tenant: str) -> int:
+        """An index for a new tenant: one that was never used, or that of a tenant which is forgotten for it."""
+        index = len(self.names)
+        idle = np.flatnonzero(self.active[:index] == 0) if index >= MAX_TENANTS else ()
+        if len(idle):
+            index = int(idle[self.served[idle].argmin()])
+            del self.index[self.names[index]]
+            self.names[index], self.served[index] = tenant, 0.0
+        else:
+            self.names.append(tenant)
+        if index == len(self.served):
+            self.served = np.concatenate([self.served, np.zeros(index)])
+            self.active = np.concatenate([self.active, np.zeros(index, np.int64)])
+        self.index[tenant] = index
         return index
 
     def leave(self, index: int) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from proto.messages import Add, SamplingParams, SequenceStart, int32
+from scheduler import queue as queue_module
 from scheduler.queue import Tenants, WaitingQueue
 from scheduler.sequence import Sequence
 
@@ -49,3 +53,28 @@ def test_a_look_ends_after_so_many_however_many_tenants_and_priorities_wait() ->
     for uid in range(1, 501):
         waiting(queue, uid, f"tenant-{uid}", priority=uid % 50)
     assert len(list(queue.candidates(16, 128))) == 128
+
+
+def test_of_many_tenants_the_idle_one_that_was_served_least_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "MAX_TENANTS", 3)
+    tenants = Tenants()
+    busy, greedy, modest = (tenants.enter(name) for name in ("busy", "greedy", "modest"))
+    for index, tokens in ((busy, 5), (greedy, 50), (modest, 1)):
+        tenants.charge(np.array([index]), 1.0, tokens)
+    tenants.leave(greedy)
+    tenants.leave(modest)
+    assert tenants.enter("new") == modest
+    assert tenants.served[modest] == tenants.served[busy], "one that comes from idleness is lifted to the least active"
+    assert sorted(tenants.index) == ["busy", "greedy", "new"]
+    assert tenants.enter("greedy") == greedy
+    assert tenants.served[greedy] == 50, "what it was served is not forgotten for its having been idle"
+    assert tenants.enter("one more than may be forgotten") == 3
+    assert [tenants.names[index] for index in tenants.index.values()] == list(tenants.index)
+
+
+def test_a_stream_of_tenants_takes_no_more_memory() -> None:
+    tenants = Tenants()
+    for number in range(3 * queue_module.MAX_TENANTS):
+        tenants.leave(tenants.enter(f"tenant {number}"))
+    assert len(tenants.index) == len(tenants.names) == queue_module.MAX_TENANTS
+    assert len(tenants.served) == queue_module.MAX_TENANTS
