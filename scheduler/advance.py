@@ -21,7 +21,7 @@ def advance(state: SchedulerState, events: Seq[Event], now: float) -> Actions:
     actions = Actions()
     for event in events:
         _apply(state, event, now, actions)
-    check_workers(state, now)
+    actions.plans += check_workers(state, now)
     check_frontends(state, now)
     check_deadlines(state, now)
     end_unservable(state, now)

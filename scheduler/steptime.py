@@ -11,6 +11,7 @@ DECAY = 0.98  # weight of a step against the one after it
 SLACK_DECAY = 0.9  # what is left of a slow step's excess after the next one
 MAX_SLACK = 1.5  # one step that was held up for long says nothing about the next
 GROWTH = 2
+ENOUGH = 10  # steps, before anything is expected of one
 
 
 class StepTime:
@@ -43,6 +44,13 @@ class StepTime:
             return None
         base, slope = line
         return max(0, min(int((seconds / self.slack - base) / slope), int(GROWTH * self.largest)))
+
+    def expected(self, tokens: int) -> float | None:
+        """Seconds of a step of so many tokens; None while too few were measured, or none nearly as large."""
+        if self.n < ENOUGH or tokens > GROWTH * self.largest:
+            return None
+        base, slope = self._line() or (self.y / self.n, 0.0)
+        return max(0.0, base + slope * tokens) * self.slack
 
     def share_of_one(self, tokens: int) -> float:
         """What one more token costs, over what each of a step's `tokens` costs; 0 while that cannot be told."""

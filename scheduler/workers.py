@@ -20,11 +20,13 @@ from scheduler.audit import drop_books, table_difference, unsound_workers
 from scheduler.batch import Stay
 from scheduler.errors import LedgerError
 from scheduler.events import FromWorker, Outgoing
+from scheduler.hanging import hangs, is_overdue, note_heard
 from scheduler.lifecycle import end, orphan
 from scheduler.quarantine import MAX_LONE_DEATHS, clear_silent, suspect
 from scheduler.results import apply_result
 from scheduler.sequence import Sequence
 from scheduler.state import Link, SchedulerState, Worker
+from scheduler.steptime import StepTime
 
 REMIND_AFTER = 0.35  # seconds since the last message of a worker, which sends a heartbeat each quarter second
 LOST_AFTER = 1.0  # seconds that a worker is idle with a plan in flight, before the plan or its result counts as lost
@@ -37,7 +39,8 @@ Replies = list[Outgoing[SchedulerToWorker]]
 def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
     """Handle one message of a worker; returns what must be sent to it at once."""
     message, worker = event.message, state.workers.get(event.peer)
-    clear_silent(state, event.peer)
+    if worker is None:
+        clear_silent(state, event.peer)
     if isinstance(message, WorkerHello):
         return _hello(state, event.peer, message, now)
     if worker is None or event.header.session != state.session:
@@ -45,7 +48,7 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
             return [Outgoing(event.peer, Header(session=state.session), Reset())]
         state.totals.dropped["unknown worker"] += 1
         return []
-    worker.last_seen = now
+    note_heard(worker, now)
     if event.header.epoch != worker.epoch:
         state.totals.dropped["old epoch"] += 1
         return []
@@ -53,6 +56,9 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
     match message:
         case Heartbeat(phase=Phase.STOPPING):
             lose(state, worker, "the worker is stopping", now, died=False)
+        case Heartbeat(phase=Phase.LOADING):  # a step of another epoch is to end first
+            if state.no_worker_since is not None:
+                state.no_worker_since = now
         case Heartbeat():
             _confirm(state, worker)
             _count_rejected(state, worker, message)
@@ -76,7 +82,7 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
                 apply_result(state, worker, event.header, message, now)
             except LedgerError as error:
                 return reset(state, worker, str(error), now)
-            worker.plan_faults = 0
+            worker.plan_faults, worker.owed_for = 0, 0.0
     return []
 
 
@@ -128,16 +134,26 @@ def remind(state: SchedulerState, now: float) -> Replies:
 
 def call_silent(state: SchedulerState) -> Replies:
     """With each beat: those that were lost for their silence are told that they are unknown."""
-    return [Outgoing(peer, Header(session=state.session), Reset()) for peer in state.silent]
+    unknown = (peer for peer in state.silent if peer not in state.workers)
+    return [Outgoing(peer, Header(session=state.session), Reset()) for peer in unknown]
 
 
-def check_workers(state: SchedulerState, now: float) -> None:
-    """Lose those that have been silent, or at one plan, for too long."""
+def check_workers(state: SchedulerState, now: float) -> Replies:
+    """Lose those that have been silent, or at one plan, for too long; see hanging.py."""
+    replies: Replies = []
     for worker in list(state.workers.values()):
         if now - worker.last_seen > state.config.worker_timeout:
             lose(state, worker, f"no heartbeat for {state.config.worker_timeout:g} s", now, silent=True)
-        elif worker.flights and now - worker.flights[0].issued_at > state.config.step_timeout:
-            lose(state, worker, f"one step took over {state.config.step_timeout:g} s", now)
+        elif hangs(state, worker):
+            why = f"one step took over {state.config.step_timeout:g} s"
+            lose(state, worker, why, now)
+            lose_silent(state, worker.peer, now)
+            replies.append(Outgoing(worker.peer, Header(session=state.session), Shutdown(reason=why)))
+        elif is_overdue(state, worker):
+            suspect(state, worker, silent=True)
+            worker.step_time = StepTime()
+            replies += reset(state, worker, f"its step has taken {worker.owed_for:.0f} s, far too long", now)
+    return replies
 
 
 def end_unservable(state: SchedulerState, now: float) -> None:
@@ -222,6 +238,8 @@ def _change_weights(state: SchedulerState, now: float) -> None:
 def _confirm(state: SchedulerState, worker: Worker) -> None:
     if worker.standing is Link.JOINING:
         worker.standing = Link.READY
+        worker.owed_for = 0.0
+        clear_silent(state, worker.peer)
         state.no_worker_since = None
         state.recheck = True
 

@@ -13,12 +13,14 @@ import zmq
 from proto.codec import CodecError, decode, encode
 from proto.messages import Header, Heartbeat, Ledger, Phase, Reset, Shutdown, WorkerHello
 from services.mailbox import Mailbox
+from services.processes import end_now
 from services.rejections import Rejections
 from services.status_file import StatusFile
 from services.transport import LAST_WORDS, Dealer, Link, LinkEvent, link_events, milliseconds
 
 BEAT_INTERVAL = 0.25  # seconds between heartbeats
 HELLO_INTERVAL = 1.0  # seconds between hellos that nobody answered
+OBEY_SECONDS = 5.0  # that the main thread has left when the scheduler sends this worker away
 
 ORDERS: tuple[type[Reset | Shutdown], ...] = (Reset, Shutdown)
 
@@ -27,8 +29,10 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """What heartbeats tell of the main thread, which replaces it whole. ledger: once it has been idle for a moment."""
+    """What heartbeats tell of the main thread, which replaces it whole. epoch: the Reset that it has obeyed last.
+    ledger: once it has been idle for a moment."""
 
+    epoch: Header | None
     last_plan: int
     phase: Phase
     ledger: Ledger | None = None
@@ -37,7 +41,8 @@ class Beat:
 class ControlThread(threading.Thread):
     """`inbox` brings the main thread what the scheduler ordered: (header, Reset or Shutdown), in order.
 
-    A Reset is there before the scheduler sees its epoch confirmed, hence before any plan of that epoch. The hello
+    A Reset is confirmed once the main thread has obeyed it; until then, in a step that takes long or hangs, heartbeats
+    of its epoch say LOADING. A main thread that does not obey a Shutdown has the process ended under it. The hello
     goes out once both links stand and the model is loaded, and again each second until a Reset answers; likewise
     after a link broke, and when a Reset without an epoch says that the scheduler does not know us.
     """
@@ -52,7 +57,7 @@ class ControlThread(threading.Thread):
     ) -> None:
         super().__init__(name="control", daemon=True)
         self.inbox: Mailbox[tuple[Header, Reset | Shutdown]] = Mailbox()
-        self.beat = Beat(0, Phase.LOADING)
+        self.beat = Beat(None, 0, Phase.LOADING)
         self.rejections = Rejections()
         self.plan_rejections = Rejections()  # the main thread's
         self._rejected_before = 0  # the hello
@@ -62,6 +67,7 @@ class ControlThread(threading.Thread):
         self._leaving = False
         self._joined = False
         self._next_send = 0.0
+        self._ends_at = float("inf")
         self._up = {"plan": False, "control": False}
         self._dealer = Dealer(context, link, identity)
         self._monitors = {"plan": plan_monitor, "control": self._dealer.monitor}
@@ -73,6 +79,10 @@ class ControlThread(threading.Thread):
     def offer(self, hello: WorkerHello) -> None:
         """The model is loaded: join."""
         self._hello = hello
+        self._wake.put(None)
+
+    def confirm(self) -> None:
+        """`beat` says something that the scheduler waits for."""
         self._wake.put(None)
 
     def leave(self) -> None:
@@ -96,11 +106,14 @@ class ControlThread(threading.Thread):
         while not self._leaving:
             wait = self._next_send - time.monotonic() if self._can_send else BEAT_INTERVAL
             poller.poll(milliseconds(min(wait, BEAT_INTERVAL)))
-            self._wake.take()
+            if self._wake.take() and self._joined:
+                self._next_send = 0.0
             self._follow_links()
             self._receive()
             self._send_due(time.monotonic())
             self._status.update(self._joined)
+            if time.monotonic() > self._ends_at:
+                end_now("the scheduler sent this worker away, and its step does not end")
         self._send_due(float("inf"))
         self._dealer.close(LAST_WORDS)
 
@@ -129,6 +142,8 @@ class ControlThread(threading.Thread):
                 self._header = header
                 self._joined = header.epoch > 0
                 self._next_send = 0.0
+            else:
+                self._ends_at = min(self._ends_at, time.monotonic() + OBEY_SECONDS)
 
     def _send_due(self, now: float) -> None:
         if now < self._next_send or self._hello is None or not self._can_send:
@@ -147,6 +162,8 @@ class ControlThread(threading.Thread):
 
     def _heartbeat(self, worker: str) -> Heartbeat:
         beat = self.beat
+        if beat.epoch != self._header and beat.phase is not Phase.STOPPING:
+            beat = Beat(None, 0, Phase.LOADING)
         return Heartbeat(
             worker=worker,
             last_plan=beat.last_plan,

@@ -173,6 +173,7 @@ class WorkerService:
             return
         self.epoch = replace(header, number=0)
         self._tell(0, Phase.IDLE)
+        self.control.confirm()
         log.info("joined", epoch=header.epoch, session=header.session)
 
     def _take(self, header: Header, plan: StepPlan) -> None:
@@ -282,7 +283,7 @@ class WorkerService:
 
     def _tell(self, last_plan: int, phase: Phase) -> None:
         self.last_plan = last_plan
-        self.control.beat = Beat(last_plan, phase)
+        self.control.beat = Beat(self.epoch, last_plan, phase)
         self.ledger_due = time.monotonic() + LEDGER_SECONDS if phase is Phase.IDLE else None
 
     def _tell_ledger(self, now: float) -> None:
@@ -291,7 +292,7 @@ class WorkerService:
         if self.ledger_due is not None and now >= self.ledger_due:
             self.ledger_due = None
             if self.epoch is not None:
-                self.control.beat = Beat(self.last_plan, Phase.IDLE, self.runner.ledger())
+                self.control.beat = Beat(self.epoch, self.last_plan, Phase.IDLE, self.runner.ledger())
                 if self.last_plan:
                     self.runner.rest()
 

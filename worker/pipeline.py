@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -162,7 +163,8 @@ class PipelinedRunner(BaseRunner):
         return done
 
     def reset(self) -> None:
-        """Empties the batch, for a new epoch; results of plans in flight are dropped."""
+        """Empties the batch, for a new epoch, once the device is done; results of plans in flight are dropped."""
+        futures.wait([pending.arrived for pending in self._pending if pending.arrived is not None])
         super().reset()
         self.issued.reset()
         self._pending.clear()

@@ -12,7 +12,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.events import FromWorker, Tick
 from scheduler.state import SchedulerState
 from scheduler.workers import LOST_AFTER, REMIND_AFTER
-from services.bench.faults.peers import SimSequence
+from services.bench.faults.frontend_node import SimSequence
 from services.bench.faults.strict_worker import StrictWorker
 from services.bench.faults.world import World
 from tests.sim.test_sharing import sequence

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from proto.messages import FinishReason
-from services.bench.faults.peers import BAD_GRAMMAR, FrontendNode, SimSequence
+from services.bench.faults.frontend_node import FrontendNode, SimSequence
+from services.bench.faults.peers import BAD_GRAMMAR
 from services.bench.faults.world import World
 from tests.sim.test_simulation import CONFIG, all_right, make_sequences, seeds
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from proto.messages import Message
 from scheduler.config import SchedulerConfig
-from services.bench.faults.peers import SimSequence
+from services.bench.faults.frontend_node import SimSequence
 from services.bench.faults.run import check_streams
 from services.bench.faults.world import LOSABLE, World
 from tests.support.records import patient

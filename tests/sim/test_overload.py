@@ -9,7 +9,7 @@ import pytest
 from proto.messages import FinishReason, RefusalCode
 from scheduler.config import SchedulerConfig
 from scheduler.service_time import ServiceTime
-from services.bench.faults.peers import SimSequence
+from services.bench.faults.frontend_node import SimSequence
 from services.bench.faults.world import World
 
 ROWS, SECONDS, CAPACITY = 8, 25.0, 4.5  # requests per second that can be served: see the figures of docs/performance.md

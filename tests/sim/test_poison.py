@@ -11,7 +11,7 @@ from scheduler.admission import MAX_PASSED
 from scheduler.events import FromWorker
 from scheduler.quarantine import MAX_LONE_DEATHS
 from scheduler.workers import MAX_PLAN_FAULTS
-from services.bench.faults.peers import SimSequence
+from services.bench.faults.frontend_node import SimSequence
 from services.bench.faults.world import World
 from tests.sim.test_sharing import sequence
 from tests.sim.test_simulation import CONFIG

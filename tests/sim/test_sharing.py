@@ -11,7 +11,7 @@ import pytest
 
 from proto.messages import Add, SamplingParams, SequenceStart, int32
 from scheduler.config import SchedulerConfig
-from services.bench.faults.peers import FrontendNode, SimSequence
+from services.bench.faults.frontend_node import FrontendNode, SimSequence
 from services.bench.faults.strict_worker import expected_output
 from services.bench.faults.world import World
 from services.bench.simulated_worker import WorkerModel

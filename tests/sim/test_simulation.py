@@ -8,7 +8,7 @@ import pytest
 
 from proto.messages import FinishReason, RefusalCode
 from scheduler.config import SchedulerConfig
-from services.bench.faults.peers import FrontendNode, SimSequence
+from services.bench.faults.frontend_node import FrontendNode, SimSequence
 from services.bench.faults.world import World
 
 CONFIG = SchedulerConfig(

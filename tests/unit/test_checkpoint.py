@@ -12,7 +12,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.events import Event, Tick
 from scheduler.state import SchedulerState
 from services import checkpoint
-from services.bench.faults.peers import SimSequence
+from services.bench.faults.frontend_node import SimSequence
 from services.bench.faults.world import World
 
 CONFIG = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32, max_chunk=16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from proto.messages import (
     int32,
     int64,
 )
-from services import status, workerd
+from services import status, worker_control, workerd
 from services.run_dir import RunDir
 from services.transport import Router, control_link, plan_link
 from services.workerd import WorkerService
@@ -104,9 +105,15 @@ class Scripted:
                 return beat
 
     def confirmed(self, header: Header) -> None:
-        """Wait for a heartbeat of this epoch."""
-        while self.expect(self.control, Heartbeat)[0] != header:
+        """Wait for a heartbeat that says that this epoch has begun."""
+        while self.beat() != (header, Phase.IDLE):
             pass
+
+    def beat(self) -> tuple[Header, Phase]:
+        """The next heartbeat."""
+        header, beat = self.expect(self.control, Heartbeat)
+        assert isinstance(beat, Heartbeat)
+        return header, beat.phase
 
 
 @pytest.fixture
@@ -193,19 +200,41 @@ def test_plans_of_another_epoch_are_not_run(scheduler, worker, runner):
     assert runner.executed == 1
 
 
-def test_a_reset_during_a_long_step_is_confirmed_at_once_and_obeyed_after_it(scheduler, worker, runner):
+def begin_long_step(scheduler: Scripted, runner: SimRunner) -> Header:
+    """The header of the epoch in which the worker is held in a step."""
     header = scheduler.join()
     runner.hold.clear()
     scheduler.order(replace(header, number=1), EMPTY)
-    while scheduler.expect(scheduler.control, Heartbeat)[1].phase is not Phase.EXECUTING:
+    while scheduler.beat() != (header, Phase.EXECUTING):
         pass
+    return header
+
+
+def test_a_reset_during_a_long_step_is_obeyed_and_confirmed_after_it(scheduler, worker, runner):
+    """Else a worker that hangs would be given plans again."""
+    header = begin_long_step(scheduler, runner)
     fresh = replace(header, epoch=2)
     scheduler.order(fresh, Reset())
-    scheduler.confirmed(fresh)
+    while (told := scheduler.beat())[0] != fresh:
+        pass
+    for _ in range(3):
+        assert told == (fresh, Phase.LOADING)
+        told = scheduler.beat()
     scheduler.order(replace(fresh, number=1), EMPTY)
     runner.hold.set()
     assert scheduler.expect(scheduler.plans, StepResult)[0] == replace(header, number=1)
     assert scheduler.expect(scheduler.plans, StepResult)[0] == replace(fresh, number=1)
+    scheduler.confirmed(fresh)
+
+
+def test_a_worker_that_is_sent_away_from_a_step_that_hangs_ends(monkeypatch, scheduler, worker, runner):
+    ended = threading.Event()
+    monkeypatch.setattr(worker_control, "OBEY_SECONDS", 0.0)
+    monkeypatch.setattr(worker_control, "end_now", lambda why: ended.set())
+    header = begin_long_step(scheduler, runner)
+    scheduler.order(replace(header, epoch=0), Shutdown(reason="one step took over 120 s"))
+    assert ended.wait(5)
+    runner.hold.set()
 
 
 def test_a_scheduler_that_does_not_know_the_worker_gets_its_hello_again(scheduler, worker):

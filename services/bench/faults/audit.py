@@ -16,6 +16,7 @@ from proto.messages import (
     Header,
     Heartbeat,
     Message,
+    Phase,
     Refused,
     Reset,
     SchedulerToFrontend,
@@ -126,7 +127,7 @@ class Audit:
             if not isinstance(event, (FromFrontend, FromWorker)) or event.header.session != self.state.session:
                 continue
             if isinstance(event, FromWorker):
-                if isinstance(event.message, Heartbeat):
+                if isinstance(event.message, Heartbeat) and event.message.phase is not Phase.LOADING:
                     self.confirmed.add((event.peer, event.header.epoch))
                 elif any(event.message is wrong for wrong in self.wrong):
                     self._must_reset.add((event.peer, event.header.epoch))

@@ -10,9 +10,10 @@ from functools import partial
 
 from proto.messages import FinishReason
 from scheduler.config import SchedulerConfig
-from services.bench.faults.peers import FrontendNode, SimSequence
+from services.bench.faults.frontend_node import FrontendNode, SimSequence
+from services.bench.faults.noise import Noise
 from services.bench.faults.strict_worker import VOCAB
-from services.bench.faults.world import Noise, World
+from services.bench.faults.world import World
 
 NUM_REQUESTS = (1, 2, 3, 4, 5, 6, 8, 12, 20)
 MAX_FAULTS = 3
@@ -21,6 +22,8 @@ LAST_FAULT = 1.0
 BUSY = 1.5  # seconds within which everything that is drawn has begun
 GRID = 0.004  # seconds: see World
 PATIENCE = 120.0  # virtual seconds after which a run that is not done counts as hanging
+STEP_TIMEOUT = 20.0
+HANGS = (None,) * 16 + (0.3, 3.0, 15.0, 1e6)  # seconds that one step takes longer; the last one does not end
 NUM_WORKERS = (*(1, 1, 1, 1, 2, 2, 2, 2, 3) * 4, 4, 5, 8, 64)
 SHARES = (0.0, 0.0, 0.0, 0.005, 0.02)  # of messages that the noise meets
 
@@ -92,7 +95,7 @@ def draw(seed: int, *, twin: bool = False, validate_every: int = 25) -> World:
         max_bypass=rng.choice((1, 4, 64)),
         block_wait=rng.choice((0.05, 2.0)),
         worker_timeout=1.0,
-        step_timeout=PATIENCE,  # no step hangs: what waits for this would be a lost plan that nobody noticed
+        step_timeout=STEP_TIMEOUT,
         frontend_timeout=2.0,
         recovery_timeout=60.0,
     )
@@ -112,6 +115,9 @@ def draw(seed: int, *, twin: bool = False, validate_every: int = 25) -> World:
     _draw_requests(world, rng, frontends)
     for _ in range(rng.randint(1, MAX_FAULTS)):
         world.at(0.05 + rng.random() * LAST_FAULT, partial(_fault, world, rng.choice(FAULTS), options))
+    hangs = random.Random(f"a hang in {seed}")
+    if (seconds := hangs.choice(HANGS)) is not None:
+        world.at(0.05 + hangs.random() * LAST_FAULT, partial(_fault, world, partial(_hang, seconds), options))
     return world
 
 
@@ -203,6 +209,10 @@ def _drain_worker(world: World, name: str, options: dict[str, int]) -> None:
 
 def _raise_in_worker(world: World, name: str, options: dict[str, int]) -> None:
     world.raise_in_worker(name)
+
+
+def _hang(seconds: float, world: World, name: str, options: dict[str, int]) -> None:
+    world.hang(name, seconds)
 
 
 def _stop_process(world: World, name: str, options: dict[str, int]) -> None:

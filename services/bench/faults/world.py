@@ -11,48 +11,31 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
 from proto.codec import SCHEDULER_TO_FRONTEND, SCHEDULER_TO_WORKER, decode, encode
 from proto.messages import (
-    FrontendBeat,
-    FrontendHello,
     Header,
-    Heartbeat,
     Message,
     Phase,
-    Reset,
-    SchedulerBeat,
     StepPlan,
     StepResult,
-    TokenFrame,
-    Welcome,
-    WorkerFault,
-    WorkerHello,
     int32,
 )
 from scheduler.config import SchedulerConfig
 from scheduler.events import Event, FromFrontend, FromWorker, PeerLost, Tick
 from scheduler.state import SchedulerState
 from services.bench.faults.audit import Engine
-from services.bench.faults.peers import FrontendNode, Process, SimSequence, WorkerNode
+from services.bench.faults.frontend_node import FrontendNode, SimSequence
+from services.bench.faults.noise import LOSABLE, Noise
+from services.bench.faults.peers import Process, StreamViolation, WorkerNode
 from services.bench.faults.strict_worker import StrictWorker
 
-MAX_STEPS, SPIN = (
-    2000,
-    0.001,
-)  # so many steps within so many seconds: a scheduler that asks for a call at once, for ever
+MAX_STEPS, SPIN = 2000, 0.001  # so many steps within so many seconds: it asks for a call at once, for ever
 STORY_LENGTH = 2000
 
 TO_PEERS = (*SCHEDULER_TO_FRONTEND, *SCHEDULER_TO_WORKER)
-
-# What may get lost on a link that stands, because it is repeated, or its loss is noticed. All else gets lost only
-# with the link itself, which both sides see break.
-LOSABLE = (
-    StepPlan, StepResult, WorkerFault, WorkerHello, Heartbeat, Reset,
-    TokenFrame, SchedulerBeat, Welcome, FrontendHello, FrontendBeat,
-)  # fmt: skip
 
 
 class NotDone(AssertionError):
@@ -61,15 +44,6 @@ class NotDone(AssertionError):
 
 class Leak(AssertionError):
     """Something is held that nobody needs any more."""
-
-
-@dataclass(kw_only=True)
-class Noise:
-    """Share of messages that get lost, come twice, or overtake others on their link."""
-
-    loss: float = 0.0
-    twice: float = 0.0
-    overtake: float = 0.0
 
 
 class World:
@@ -149,6 +123,13 @@ class World:
         if node is not None and node.alive:
             self._fault("worker raised", name)
             node.fault("it raised", executing=True)
+
+    def hang(self, name: str, seconds: float) -> None:
+        """The next step of a worker takes so much longer; its heartbeats go on."""
+        node = self.workers.get(name)
+        if node is not None:
+            self._fault("step hung", f"{name} for {seconds:.2f} s")
+            node.hang_for = seconds
 
     def tamper(self, name: str, change: Callable[[StrictWorker], object]) -> None:
         """A worker's table is changed, by no plan."""
@@ -259,14 +240,25 @@ class World:
         if not fatal:
             return False
         if self.deadly[fatal[0]]:
-            self.kill_worker(worker.name)
-            node = worker.worker
-            options = {"num_blocks": node.num_blocks, "block_size": node.block_size, "max_rows": node.max_rows}
-            self.at(0.1, lambda: self.add_worker(f"{worker.name}+", window=node.window, **options))
+            self._die(worker)
         else:
             self._fault("worker raised", worker.name)
             worker.fault("it raised", executing=True)
         return True
+
+    def turned_away(self, worker: WorkerNode, why: str) -> None:
+        """Its process ends, and is started again. Raises StreamViolation when it has not hung."""
+        if not self.counts["step hung"]:
+            raise StreamViolation(f"the scheduler turned {worker.name} away: {why}")
+        self._die(worker)
+
+    def _die(self, worker: WorkerNode) -> None:
+        """It is killed, and started again with all that it had."""
+        self.kill_worker(worker.name)
+        node = worker.worker
+        options = {"num_blocks": node.num_blocks, "block_size": node.block_size, "max_rows": node.max_rows}
+        more = {"window": node.window, "max_drafts": node.max_drafts}
+        self.at(0.1, lambda: self.add_worker(f"{worker.name}+", **options, **more))
 
     def bend(self, worker: WorkerNode, result: StepResult) -> StepResult:
         """The answer of a worker that is at odds with the scheduler's books."""
@@ -339,7 +331,7 @@ class World:
     def run(self, until: Callable[[], bool], limit: float = 600.0) -> None:
         """Pass virtual time until the condition holds. Raises NotDone when it does not within `limit` seconds."""
         deadline = self.now + limit
-        began, at = self.now, 0
+        began, at = self.now, self.steps
         while not until():
             if self.now > deadline:
                 raise NotDone(f"not done after {limit:g} virtual seconds: {self._stuck()}")
