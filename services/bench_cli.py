@@ -105,7 +105,10 @@ def chaos(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two faults, on average.")] = 4.0,
     at_once: Annotated[int, typer.Option(min=1, help="Clients.")] = 12,
     distinct: Annotated[int, typer.Option(min=1, help="Different requests, asked in turn.")] = 125,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Of the longest answers; the shortest have half.")] = 240,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="Of the longest answers; half in the shortest.", show_default="about 3 faults long"),
+    ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     seed: Annotated[int, typer.Option(help="Of requests and faults.")] = 1,
     model: Annotated[str, typer.Option(help="A name in the store, or a path.")] = DEFAULT_MODEL,

@@ -13,6 +13,8 @@ from services.bench.chaos import campaign
 from services.bench.chaos.campaign import Options, run
 from services.bench.chaos.clients import Stream, draw_requests
 from services.bench.chaos.faults import Fault, Kind
+from services.bench.chaos.members import ChaosError
+from services.bench.chaos.pace import LONGEST, PROMPT_ROOM, SHORTEST, length_for, median_gap
 from services.bench.chaos.relay import Relay
 from services.bench.chaos.report import Report, note_pauses
 from services.progress import Progress
@@ -64,6 +66,42 @@ def test_a_pause_is_a_long_gap_in_which_a_fault_struck() -> None:
     assert report.pauses == [2.0]
     assert report.stories() == ["2.00 s: kill of worker 0, 0.0 s"]
     assert (report.hit, report.paused) == (1, 2)
+
+
+class Told:
+    """A teller that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def update(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.mark.timeout(300)
+async def test_answers_are_as_long_as_this_machine_is_fast(tiny_model: Path) -> None:
+    options, told = (
+        Options(model=str(tiny_model), streams=4, kills=1, others=0, every=0.5, distinct=4, at_once=4),
+        Told(),
+    )
+    report, folder = await run(options, told)
+    assert not report.broken(), f"the logs are in {folder}"
+    assert report.max_tokens == length_for(report.measured_gap, options.every, 2048)
+    assert "how fast 4 answers at once come: 5 s" in told.texts
+    assert report.figures()["max_tokens"] == report.max_tokens
+
+
+def test_an_answer_lasts_some_faults_within_bounds() -> None:
+    assert length_for(gap=0.010, every=4.0, context=8192) == 1200
+    assert length_for(gap=0.100, every=4.0, context=8192) == 120
+    assert length_for(gap=0.001, every=4.0, context=8192) == LONGEST
+    assert length_for(gap=0.001, every=4.0, context=1024) == 1024 - PROMPT_ROOM
+    assert length_for(gap=9.0, every=4.0, context=8192) == SHORTEST
+    (request,) = draw_requests(1, 1, 100)
+    streams = [Stream(request, 0, times=[1.0, 1.1, 1.3]), Stream(request, 0, times=[2.0]), Stream(request, 0)]
+    assert median_gap(streams) == pytest.approx(0.2)
+    with pytest.raises(ChaosError, match="no two tokens of an answer"):
+        median_gap(streams[1:])
 
 
 async def test_a_relay_passes_on_holds_and_cuts(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from services.bench.chaos.cast import Cast
 from services.bench.chaos.clients import Clients, Request, Stream, Token, ask_again, draw_requests
 from services.bench.chaos.faults import Faults
 from services.bench.chaos.members import ChaosError
+from services.bench.chaos.pace import MEASURED_SECONDS, length_for, usual_gap
 from services.bench.chaos.report import Report, note_pauses, percentile, table
 from services.models import store
 from services.progress import Progress
@@ -41,7 +42,7 @@ class Teller(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """kills and others: faults, one about `every` seconds. distinct: requests, asked again in turn until `streams`
-    have ended and all faults are over. at_once: clients."""
+    have ended and all faults are over. at_once: clients. max_tokens: of the longest answers; None: as pace.py finds."""
 
     model: str
     seed: int = 1
@@ -51,7 +52,7 @@ class Options:
     every: float = 4.0
     distinct: int = 125
     at_once: int = 12
-    max_tokens: int = 240
+    max_tokens: int | None = None
     workers: int = 2
 
 
@@ -60,7 +61,7 @@ class Campaign:
 
     def __init__(self, options: Options, cast: Cast, clients: Clients, progress: Teller) -> None:
         self.options, self.cast, self.clients, self.progress = options, cast, clients, progress
-        self.requests = draw_requests(options.seed, options.distinct, options.max_tokens)
+        self.requests: list[Request] = []
         self.random = random.Random(options.seed + 1)
         self.undisturbed: dict[int, list[Token]] = {}
         self.streams: list[Stream] = []  # ended, on frontends that lived
@@ -70,6 +71,7 @@ class Campaign:
 
     async def run(self) -> Report:
         """ChaosError when a process ended that nobody killed."""
+        await self._draw_requests()
         await self._without_faults()
         began = time.monotonic()
         faults = asyncio.create_task(self.faults.run())
@@ -89,6 +91,18 @@ class Campaign:
         return self.report
 
     # --- clients --------------------------------------------------------------------------------------------------
+
+    async def _draw_requests(self) -> None:
+        options, report = self.options, self.report
+        if options.max_tokens is None:
+            context = await self._context()
+            asked = draw_requests(options.seed, options.at_once, context)
+            self.progress.update(f"how fast {options.at_once} answers at once come: {MEASURED_SECONDS:g} s")
+            report.measured_gap = await usual_gap(self.clients, self.cast.frontends[0], asked, context)
+            report.max_tokens = length_for(report.measured_gap, options.every, context)
+        else:
+            report.max_tokens = options.max_tokens
+        self.requests = draw_requests(options.seed, options.distinct, report.max_tokens)
 
     async def _without_faults(self) -> None:
         """The answers that are right, and the usual time between two tokens."""
@@ -181,6 +195,10 @@ class Campaign:
                 return
             await asyncio.sleep(0.2)
         self.report.left += [f"{name} is {value:g} after all streams" for name, value in held.items()]
+
+    async def _context(self) -> int:
+        async with self.clients.session.get(f"http://{self.cast.frontends[0].address('http')}/v1/models") as answer:
+            return int((await answer.json())["data"][0]["max_model_len"])
 
     async def _metrics(self) -> dict[str, float]:
         url = f"http://{self.cast.frontends[0].address('http')}/metrics"

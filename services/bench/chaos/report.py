@@ -21,7 +21,8 @@ PAUSE, SHORTEST_PAUSE = 5, 0.1  # so many times the usual time between two token
 class Report:
     """Seconds unless told otherwise. wrong: streams without exactly their undisturbed tokens, and why. left: what was
     not given back or did not end in order. lost: streams that went with their frontend; each was asked again. longest:
-    the longest pause for each row of faults that struck in one."""
+    the longest pause for each row of faults that struck in one. max_tokens: of the longest answers, chosen by
+    measured_gap unless that is 0."""
 
     streams: int = 0
     wanted_streams: int = 0
@@ -36,6 +37,8 @@ class Report:
     pauses: list[float] = field(default_factory=list)
     longest: dict[tuple[Fault, ...], float] = field(default_factory=dict)
     usual_gap: float = 0.0
+    max_tokens: int = 0
+    measured_gap: float = 0.0
     worker_starts: list[float] = field(default_factory=list)
     restarts: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -90,6 +93,8 @@ class Report:
             "streams": self.streams,
             "kinds": dict(sorted(self.kinds.items())),
             "tokens_checked": self.tokens,
+            "max_tokens": self.max_tokens,
+            "max_tokens_by_gap": round(self.measured_gap, 5) or None,
             "lost_with_their_frontend": self.lost,
             "hit_in_mid_flight": self.hit,
             "paused_in_mid_flight": self.paused,
@@ -130,6 +135,7 @@ def table(report: Report) -> Table:
         "streams with exactly their undisturbed tokens": f"{report.streams - len(report.wrong):,}",
         "of": f"{report.streams:,} ({kinds})",
         "tokens checked": f"{report.tokens:,}",
+        "tokens of the longest answers": _length(report),
         "in mid-flight when a fault struck": f"{report.hit:,}",
         "paused in mid-flight": f"{report.paused:,}",
         "lost with their frontend, and asked again": f"{report.lost:,}",
@@ -168,6 +174,11 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The least value that so many are not above; 0 when there are none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def _length(report: Report) -> str:
+    chosen = f", for one came every {report.measured_gap * 1000:.1f} ms" if report.measured_gap else ""
+    return f"{report.max_tokens:,}{chosen}"
 
 
 def _seconds(values: Sequence[float]) -> str:
