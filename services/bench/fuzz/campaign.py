@@ -17,12 +17,21 @@ from rich.table import Table
 
 from services.bench.fuzz.bodies import BodyStage, CodecStage, EventLogStage
 from services.bench.fuzz.frontend import FrontendStage
+from services.bench.fuzz.grpc_calls import GrpcStage
 from services.bench.fuzz.scheduler import SchedulerStage
 from services.bench.fuzz.worker import WorkerStage
 from services.bench.serve_report import wide_console
 
 FRAMES = 1_000_000
-SHARES = (("codec", 0.35), ("scheduler", 0.25), ("worker", 0.15), ("frontend", 0.15), ("bodies", 0.09), ("log", 0.01))
+SHARES = (
+    ("codec", 0.35),
+    ("scheduler", 0.25),
+    ("worker", 0.15),
+    ("frontend", 0.15),
+    ("bodies", 0.07),
+    ("gRPC", 0.02),
+    ("log", 0.01),
+)
 ROUNDS = 20  # each stage has its turn in each; the first one fills caches and corpora
 MAX_GROWTH = 32 * 2**20  # bytes of resident memory between the first round's end and the last's
 PAGE = 4096
@@ -86,6 +95,7 @@ def campaign(folder: Path, frames: int, seed: int) -> tuple[list[Row], int, int]
         "worker": WorkerStage(draw, folder / "worker", scheduler.to_worker),
         "frontend": FrontendStage(draw, folder / "frontend", scheduler.to_frontend),
         "bodies": BodyStage(draw),
+        "gRPC": GrpcStage(draw, folder / "model"),
         "log": EventLogStage(draw, folder, log_file),
     }
     rows = {name: Row(stages[name].name) for name, _ in SHARES}
