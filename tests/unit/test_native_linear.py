@@ -18,6 +18,9 @@ BYTES = {Format.Q8_0: 34, Format.Q4_0: 18, Format.Q4_1: 20}
 # Where the f16 factors stand in a super-block.
 FACTORS = {Format.Q4_K: (0, 2), Format.Q5_K: (0, 2), Format.Q6_K: (208,)}
 
+# Quantised activations that a map has room for.
+BLOCKS = 8192
+
 
 @dataclass
 class Stored:
@@ -98,15 +101,15 @@ class Linear:
         self.library.sb_pack(stored.format, address(rows), self.n, self.k, address(self.panels))
         model = Model(heads=1, kv_heads=1, head_dim=16, padded_dim=16, block_size=16, head_rows=1, threads=threads)
         # The record holds the addresses of these, so they live as long as the map.
-        self.values = np.zeros((4096, BLOCK), np.int8)
-        self.scales, self.sums = np.zeros(4096, np.float32), np.zeros(4096, np.float32)
-        self.halves = np.zeros((4096, 2), np.int32)
+        self.values = np.zeros((BLOCKS, BLOCK), np.int8)
+        self.scales, self.sums = np.zeros(BLOCKS, np.float32), np.zeros(BLOCKS, np.float32)
+        self.starts = np.zeros((BLOCKS, 4), np.int32)
         model.activations = self.activations
         self.engine = self.library.sb_open(ctypes.byref(model), None, 0, None, 0)
 
     @property
     def activations(self) -> Activations:
-        return Activations(*(address(part) for part in (self.values, self.scales, self.sums, self.halves)))
+        return Activations(*(address(part) for part in (self.values, self.scales, self.sums, self.starts)))
 
     def __call__(self, x: np.ndarray, *, bias: np.ndarray | None = None, onto: np.ndarray | None = None) -> np.ndarray:
         x = np.ascontiguousarray(x, np.float32)
@@ -125,16 +128,21 @@ class Linear:
             out=address(out),
         )
         if self.format.quantised:
-            self.library.sb_quantise(address(x), len(x), self.k, ctypes.byref(self.activations))
+            self.quantise(x)
         self.library.sb_linear(self.engine, ctypes.byref(op), len(x))
         return out
 
-    def quantised(self, tokens: int) -> np.ndarray:
-        """What the last call's activations stand for: float64 [tokens, k]."""
-        blocks = self.k // BLOCK
-        values = self.values[: blocks * tokens].reshape(blocks, tokens, BLOCK).astype(np.float64)
-        scales = self.scales[: blocks * tokens].reshape(blocks, tokens, 1).astype(np.float64)
-        return (values * scales).transpose(1, 0, 2).reshape(tokens, self.k)
+    def quantise(self, x: np.ndarray) -> None:
+        self.library.sb_quantise(address(x), len(x), self.k, ctypes.byref(self.activations))
+
+    def quantised(self, x: np.ndarray) -> np.ndarray:
+        """What float32 [tokens, k] becomes: float64, token by token, since those of a step stand between each other."""
+        out, blocks = np.zeros(x.shape), self.k // BLOCK
+        for token, line in zip(x, out, strict=True):
+            self.quantise(token[np.newaxis])
+            scales = self.scales[:blocks, np.newaxis].astype(np.float64)
+            line[:] = (self.values[:blocks] * scales).ravel()
+        return out
 
     def close(self) -> None:
         self.library.sb_close(self.engine)
@@ -165,7 +173,7 @@ def test_against_float64(kind: Format, tokens: int) -> None:
         stored = random_matrix(kind, n, k)
         linear, x = Linear(stored, threads=2), inputs(tokens, k)
         found = linear(x)
-        exact_x = linear.quantised(tokens) if kind.quantised else x.astype(np.float64)
+        exact_x = linear.quantised(x) if kind.quantised else x.astype(np.float64)
         exact = exact_x @ stored.values.T
         # Rounding is relative to the sizes of the terms, not to their sum.
         bound = np.abs(exact_x) @ np.abs(stored.values).T
@@ -178,17 +186,18 @@ def test_company_and_threads_change_no_bit(kind: Format, threads: int) -> None:
     n, k = sizes(kind)[2]
     stored = random_matrix(kind, n, k)
     alone, many = Linear(stored), Linear(stored, threads=threads)
-    x = inputs(101, k)
+    x = inputs(270, k)
     whole = many(x)
-    for start, count in ((0, 1), (100, 1), (7, 2), (50, 4), (3, 6), (20, 70)):
+    for start, count in ((0, 1), (269, 1), (7, 2), (50, 4), (3, 6), (250, 8), (100, 16), (20, 70)):
         assert np.array_equal(alone(x[start : start + count]), whole[start : start + count])
     alone.close()
     many.close()
 
 
-def test_levels_give_the_same_bits(kind: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [3, 21, 270])
+def test_levels_give_the_same_bits(kind: Format, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n, k = sizes(kind)[2]
-    stored, x, found = random_matrix(kind, n, k), inputs(21, k), []
+    stored, x, found = random_matrix(kind, n, k), inputs(tokens, k), []
     for level in levels():
         monkeypatch.setenv(VARIABLE, level)
         linear = Linear(stored)
@@ -214,8 +223,7 @@ def test_activations_are_quantised_to_the_nearest_step() -> None:
     x = inputs(5, 64)
     x[2, :32] = 0.0
     x[3, :32] = 1e-41  # so small that 127 / peak is infinite
-    linear(x)
-    found = linear.quantised(5)
+    found = linear.quantised(x)
     step = np.abs(x.reshape(5, 2, BLOCK)).max(axis=2) / 127
     error = np.abs(found - x).reshape(5, 2, BLOCK).max(axis=2)
     assert (error <= step * 0.5001 + 1e-40).all()

@@ -44,12 +44,12 @@ class Buffers:
         self.block_values = np.empty((blocks, BLOCK), np.int8)
         self.block_scales = np.empty(blocks, np.float32)
         self.block_sums = np.empty(blocks, np.float32)
-        self.block_halves = np.empty((blocks, 2), np.int32)
+        self.block_starts = np.empty((blocks, 4), np.int32)
 
     @property
     def activations(self) -> Activations:
         """The quantised activations' record."""
-        columns = (self.block_values, self.block_scales, self.block_sums, self.block_halves)
+        columns = (self.block_values, self.block_scales, self.block_sums, self.block_starts)
         return Activations(*(address(column) for column in columns))
 
 

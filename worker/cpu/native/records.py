@@ -73,7 +73,7 @@ class Op(Structure):
 class Activations(Structure):
     """Quantised activations of a step."""
 
-    _fields_ = tuple((name, c_void_p) for name in ("values", "scales", "sums", "halves"))
+    _fields_ = tuple((name, c_void_p) for name in ("values", "scales", "sums", "starts"))
 
 
 class Model(Structure):

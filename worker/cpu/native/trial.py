@@ -26,7 +26,7 @@ class LinearTrial:
         self._out = np.empty((tokens, n), np.float32)
         blocks = -(-k // BLOCK) * tokens
         floats = np.empty((2, blocks), np.float32)
-        self._quantised = np.empty((blocks, BLOCK), np.int8), floats[0], floats[1], np.empty((blocks, 2), np.int32)
+        self._quantised = np.empty((blocks, BLOCK), np.int8), floats[0], floats[1], np.empty((blocks, 4), np.int32)
         activations = Activations(*(address(part) for part in self._quantised))
         model = Model(heads=1, kv_heads=1, head_dim=16, padded_dim=16, block_size=16, head_rows=1, threads=threads)
         model.activations = activations

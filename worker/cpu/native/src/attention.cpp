@@ -28,10 +28,6 @@ int tokens_per_item(const Model& model) { return std::max(1, QUERY_ROWS / heads_
 
 int rows_per_item(const Model& model) { return tokens_per_item(model) * heads_per_key(model); }
 
-// Asks for the line that holds `at`, into the second cache: the first one has room for few requests. One for each few products keeps memory busy all the time; many at once would hold
-// up the products until the first ones are there.
-inline void expect(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1); }
-
 // scores[r][16 w ..] = queries[r] · keys[w], one chain over the dimensions. keys[w]: [dim][16]; as much memory is asked
 // for from next[w] on.
 template <int R, int W, typename Number>

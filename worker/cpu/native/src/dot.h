@@ -1,7 +1,7 @@
 // Integer products of one block of a quantised panel (formats.h) with the activations of some tokens.
 //
-// total[h][r] = sum over the block's 32 columns of weight code · activation, exact, for half h of the panel's 16 rows
-// and token r; for Q6_K each half block is taken by its own integer scale.
+// A block has one or two units, columns with one scale. total[h][r] = sum over a unit's columns of weight value in steps
+// of its scale · activation, exact, for token r and the 16 rows, or with AVX2 half h, of panel v.
 #pragma once
 
 #include <cstring>
@@ -14,6 +14,19 @@ namespace signalbox {
 // Columns come in eight groups of four, since the machine sums four products of bytes at a time.
 constexpr int GROUPS = BLOCK / 4;
 
+template <int FORMAT>
+constexpr int UNITS = FORMAT == Q6_K ? 2 : 1;
+
+// Codes without a sign count from below zero: which of a block's starts (types.h) takes that off; none: -1.
+template <int FORMAT>
+constexpr int start_of(int unit) {
+  return FORMAT == Q8_0 ? 0 : FORMAT == Q4_0 ? 1 : FORMAT == Q6_K ? 2 + unit : -1;
+}
+
+// Where the values of a block stand in panels beside each other.
+template <int P>
+using Panels = const uint8_t* [P];
+
 // Four columns of one token, for all rows.
 inline Ints broadcast(const int8_t* values) {
   int word;
@@ -22,8 +35,6 @@ inline Ints broadcast(const int8_t* values) {
 }
 
 #if defined(__AVX512F__)
-
-constexpr int DOT_TOKENS = 8;
 
 inline Ints byte_mask(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 inline Ints both(Ints a, Ints b) { return _mm512_and_si512(a, b); }
@@ -34,8 +45,6 @@ inline Ints shift_left(Ints v) {
 }
 
 #else
-
-constexpr int DOT_TOKENS = 4;
 
 inline Ints byte_mask(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
 inline Ints both(Ints a, Ints b) { return _mm256_and_si256(a, b); }
@@ -64,24 +73,34 @@ inline Ints codes(const uint8_t* values, int half) {
 
 #if defined(__AVX512F__)
 
-// Groups [G, LAST) on top of the totals. Q8_0 counts its codes from -128, for which the totals begin lower.
-template <int FORMAT, int R, int G, int LAST>
-inline void multiply_groups(const uint8_t* values, const int8_t* in, Ints (&total)[HALVES][R]) {
-  Ints weights = codes<FORMAT, G>(values, 0);
-  if constexpr (FORMAT == Q8_0) weights = _mm512_xor_si512(weights, byte_mask(-128));
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-    total[0][r] = _mm512_dpbusd_epi32(total[0][r], weights, broadcast(in + r * BLOCK + 4 * G));
-    settle(total[0][r]);
-  }
-  if constexpr (G + 1 < LAST) multiply_groups<FORMAT, R, G + 1, LAST>(values, in, total);
+// Codes of group G that count from zero: those of Q8_0 from -128.
+template <int FORMAT, int G>
+inline Ints unsigned_codes(const uint8_t* values) {
+  const Ints found = codes<FORMAT, G>(values, 0);
+  return FORMAT == Q8_0 ? _mm512_xor_si512(found, byte_mask(-128)) : found;
 }
 
-template <int FORMAT, int R>
-inline void begin(const int32_t* halves, Ints (&total)[HALVES][R]) {
-  for (int r = 0; r < R; ++r)
-    total[0][r] = FORMAT == Q8_0 ? all_of(4 * (halves[2 * r] + halves[2 * r + 1])) : all_of(0);
+// Groups [G, LAST) of P panels on top of the totals.
+template <int FORMAT, int R, int P, int G, int LAST>
+inline void multiply_groups(const Panels<P>& panels, const int8_t* in, Ints (&total)[P][R]) {
+  Ints weights[P];
+#pragma GCC unroll 2
+  for (int p = 0; p < P; ++p) weights[p] = unsigned_codes<FORMAT, G>(panels[p]);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const Ints value = broadcast(in + r * BLOCK + 4 * G);
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) {
+      total[p][r] = _mm512_dpbusd_epi32(total[p][r], weights[p], value);
+      settle(total[p][r]);
+    }
+  }
+  if constexpr (G + 1 < LAST) multiply_groups<FORMAT, R, P, G + 1, LAST>(panels, in, total);
 }
+
+// The codes of Q8_0 keep their sign with AVX2.
+template <int FORMAT>
+constexpr bool STARTS = start_of<FORMAT>(0) >= 0;
 
 #else
 
@@ -112,56 +131,38 @@ inline void multiply_chain(const uint8_t* values, const int8_t* in, Ints (&pairs
   if constexpr (G + 1 < LAST) multiply_chain<FORMAT, R, G + 1, LAST>(values, in, pairs);
 }
 
-template <int FORMAT, int R, int G, int LAST>
-inline void multiply_groups(const uint8_t* values, const int8_t* in, Ints (&total)[HALVES][R]) {
+template <int FORMAT, int R, int P, int G, int LAST>
+inline void multiply_groups(const Panels<P>& panels, const int8_t* in, Ints (&total)[HALVES][R]) {
   constexpr int END = G + CHAIN<FORMAT> < LAST ? G + CHAIN<FORMAT> : LAST;
   Ints pairs[HALVES][R];
   for (int h = 0; h < HALVES; ++h)
     for (int r = 0; r < R; ++r) pairs[h][r] = all_of(0);
-  multiply_chain<FORMAT, R, G, END>(values, in, pairs);
+  multiply_chain<FORMAT, R, G, END>(panels[0], in, pairs);
   for (int h = 0; h < HALVES; ++h) {
     for (int r = 0; r < R; ++r) {
       total[h][r] = add(total[h][r], _mm256_madd_epi16(pairs[h][r], _mm256_set1_epi16(1)));
       settle(total[h][r]);
     }
   }
-  if constexpr (END < LAST) multiply_groups<FORMAT, R, END, LAST>(values, in, total);
+  if constexpr (END < LAST) multiply_groups<FORMAT, R, P, END, LAST>(panels, in, total);
 }
 
-template <int FORMAT, int R>
-inline void begin(const int32_t*, Ints (&total)[HALVES][R]) {
-  for (int h = 0; h < HALVES; ++h)
-    for (int r = 0; r < R; ++r) total[h][r] = all_of(0);
-}
+template <int FORMAT>
+constexpr bool STARTS = FORMAT != Q8_0 && start_of<FORMAT>(0) >= 0;
 
 #endif
 
-// Q6_K counts its codes from -32, for which the sums of each half block begin lower.
-template <int R>
-inline void begin_half(const int32_t* halves, Ints (&total)[HALVES][R]) {
-  for (int h = 0; h < HALVES; ++h)
-    for (int r = 0; r < R; ++r) total[h][r] = all_of(halves[2 * r]);
-}
-
-// halves: of each token's block, -32 times the sum of its first and of its last 16 activations.
-template <int FORMAT, int R>
-inline void dot_blocks(const uint8_t* scales, const uint8_t* values, const int8_t* in, const int32_t* halves,
-                       Ints (&total)[HALVES][R]) {
-  if constexpr (FORMAT == Q6_K) {
-    Ints second[HALVES][R];
-    begin_half<R>(halves, total);
-    multiply_groups<FORMAT, R, 0, GROUPS / 2>(values, in, total);
-    begin_half<R>(halves + 1, second);
-    multiply_groups<FORMAT, R, GROUPS / 2, GROUPS>(values, in, second);
-    for (int h = 0; h < HALVES; ++h) {
-      const Ints of_first = widen_signed(scales + h * WIDTH), of_second = widen_signed(scales + PANEL + h * WIDTH);
-      for (int r = 0; r < R; ++r)
-        total[h][r] = add(multiply(total[h][r], of_first), multiply(second[h][r], of_second));
-    }
-  } else {
-    begin<FORMAT, R>(halves, total);
-    multiply_groups<FORMAT, R, 0, GROUPS>(values, in, total);
+// starts: four of each token's block.
+template <int FORMAT, int R, int P, int UNIT>
+inline void dot_unit(const Panels<P>& panels, const int8_t* in, const int32_t* starts, Ints (&total)[P * HALVES][R]) {
+  constexpr int COUNT = GROUPS / UNITS<FORMAT>;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const Ints start = all_of(STARTS<FORMAT> ? starts[4 * r + start_of<FORMAT>(UNIT)] : 0);
+#pragma GCC unroll 2
+    for (int v = 0; v < P * HALVES; ++v) total[v][r] = start;
   }
+  multiply_groups<FORMAT, R, P, UNIT * COUNT, (UNIT + 1) * COUNT>(panels, in, total);
 }
 
 }  // namespace signalbox

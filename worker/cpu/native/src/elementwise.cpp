@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "activations.h"
 #include "formats.h"
 #include "kv.h"
 #include "simd.h"
@@ -31,7 +32,7 @@ void normalise(const float* x, const float* weight, int count, float epsilon, fl
 }
 
 // Block `block`, 32 values. A block that holds NaN or infinity gets a scale of NaN, so that no output of it is finite.
-void quantise_block(const float* x, int8_t* values, float& scale, float& sum, int32_t* halves) {
+void quantise_block(const float* x, int8_t* values, float& scale, float& sum, int32_t* starts) {
   __m256 v[4], largest = _mm256_setzero_ps(), bad = _mm256_setzero_ps();
   for (int i = 0; i < 4; ++i) {
     v[i] = _mm256_loadu_ps(x + LANES * i);
@@ -47,8 +48,10 @@ void quantise_block(const float* x, int8_t* values, float& scale, float& sum, in
     q[i] = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), scaled)));
   }
   const int32_t first = sum_lanes(_mm256_add_epi32(q[0], q[1])), last = sum_lanes(_mm256_add_epi32(q[2], q[3]));
-  halves[0] = -32 * first;
-  halves[1] = -32 * last;
+  starts[0] = -128 * (first + last);
+  starts[1] = -8 * (first + last);
+  starts[2] = -32 * first;
+  starts[3] = -32 * last;
   // Packing works within 128-bit halves; the permutation puts the groups of four back in order.
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -57,10 +60,13 @@ void quantise_block(const float* x, int8_t* values, float& scale, float& sum, in
   sum = scale * static_cast<float>(first + last);
 }
 
-void quantise_blocks(const float* x, int first, int last, const Activations& out, int tokens, int token) {
+// Blocks [first, last) of a token that has `blocks`; x begins with the first of them.
+void quantise_blocks(const float* x, int first, int last, int blocks, const Activations& out, int tokens, int token) {
+  const Tiles tiles(tokens);
+  const size_t start = tiles.index(token, 0, blocks), step = tiles.size(tiles.of(token));
   for (int block = first; block < last; ++block, x += BLOCK) {
-    const size_t at = static_cast<size_t>(block) * tokens + token;
-    quantise_block(x, out.values + at * BLOCK, out.scales[at], out.sums[at], out.halves + 2 * at);
+    const size_t at = start + block * step;
+    quantise_block(x, out.values + at * BLOCK, out.scales[at], out.sums[at], out.starts + 4 * at);
   }
 }
 
@@ -80,7 +86,7 @@ void write_slot(const Op& op, const Model& model, const KVSlot& slot, const floa
 }  // namespace
 
 void quantise_row(const float* x, int k, const Activations& out, int tokens, int token) {
-  quantise_blocks(x, 0, k / BLOCK, out, tokens, token);
+  quantise_blocks(x, 0, k / BLOCK, k / BLOCK, out, tokens, token);
 }
 
 void embed(const Op& op, const Step& step, int token) {
@@ -108,7 +114,8 @@ void gate(const Op& op, const Activations& blocks, int tokens, int token, int fi
     _mm256_storeu_ps(out + i, _mm256_mul_ps(silu, _mm256_loadu_ps(ups + i)));
   }
   for (; i < last; ++i) out[i] = gates[i] / (1.0f + exp1(-gates[i])) * ups[i];
-  if (op.flags & TO_BLOCKS) quantise_blocks(out + first, first / BLOCK, last / BLOCK, blocks, tokens, token);
+  if (op.flags & TO_BLOCKS)
+    quantise_blocks(out + first, first / BLOCK, last / BLOCK, op.k / BLOCK, blocks, tokens, token);
 }
 
 void rope(const Op& op, const Model& model, const Step& step, int token) {

@@ -10,13 +10,25 @@ namespace signalbox {
 namespace {
 
 // Tokens of one register tile, and panels beside each other in it: their sums take 12 of 16, or of AVX-512's 32 registers
-// 24, so that a broadcast value of the input serves two multiply-adds.
-constexpr int TILE = HALVES == 1 ? 12 : 6;
+// 28, so that a broadcast value of the input serves two multiply-adds.
+constexpr int TILE = HALVES == 1 ? 14 : 6;
 constexpr int PANELS = HALVES == 1 ? 2 : 1;
 // Columns whose weights (16 KB) stay in the first cache while all tokens of a block pass by.
 constexpr int COLUMNS = 256 / PANELS;
 // Tokens of a block: their activations stay in the second cache.
 constexpr int TOKENS = 96;
+// How far ahead a single tile asks for its weights, in bytes of a panel.
+constexpr int AHEAD = 4096;
+
+constexpr size_t column_bytes(int format) { return PANEL * (format == F32 ? 4 : 2); }
+
+// What a tile asks memory for, into the second cache: with each of its columns `step` bytes, from `at` on and from as far
+// into the panel beside it. Tiles that go over the same weights ask for the next ones between them, so that memory is busy
+// all the time.
+struct Ahead {
+  const uint8_t* at;
+  size_t step;
+};
 
 // One column of a half of the panel's rows.
 template <int FORMAT>
@@ -28,14 +40,16 @@ inline Floats load_column(const uint8_t* panel, int column, int half) {
 
 // Columns [begin, end) of `R` tokens and `P` panels on top of the sums, which are [panel][TOKENS][16].
 template <int FORMAT, int R, int P>
-inline void tile(const uint8_t* panel, size_t bytes, const float* in, int stride, int begin, int end, float* sums) {
+inline void tile(const uint8_t* panel, size_t bytes, const float* in, int stride, int begin, int end, float* sums,
+                 Ahead ahead) {
   constexpr int V = P * HALVES;
   const auto at = [sums](int r, int v) { return sums + (v / HALVES * TOKENS + r) * PANEL + v % HALVES * WIDTH; };
   Floats sum[R][V];
   for (int r = 0; r < R; ++r)
     for (int v = 0; v < V; ++v) sum[r][v] = load_floats(at(r, v));
-  for (int column = begin; column < end; ++column) {
+  for (int column = begin; column < end; ++column, ahead.at += ahead.step) {
     Floats weights[V];
+    for (int p = 0; p < P; ++p) expect(ahead.at + p * bytes);
     for (int v = 0; v < V; ++v) weights[v] = load_column<FORMAT>(panel + v / HALVES * bytes, column, v % HALVES);
     for (int r = 0; r < R; ++r) {
       const Floats value = all_of(in[static_cast<size_t>(r) * stride + column]);
@@ -49,22 +63,24 @@ inline void tile(const uint8_t* panel, size_t bytes, const float* in, int stride
 // `count` tokens, at most R.
 template <int FORMAT, int R, int P>
 inline void tile_of(int count, const uint8_t* panel, size_t bytes, const float* in, int stride, int begin, int end,
-                    float* sums) {
+                    float* sums, Ahead ahead) {
   if constexpr (R > 1) {
-    if (count < R) return tile_of<FORMAT, R - 1, P>(count, panel, bytes, in, stride, begin, end, sums);
+    if (count < R) return tile_of<FORMAT, R - 1, P>(count, panel, bytes, in, stride, begin, end, sums, ahead);
   }
-  tile<FORMAT, R, P>(panel, bytes, in, stride, begin, end, sums);
+  tile<FORMAT, R, P>(panel, bytes, in, stride, begin, end, sums, ahead);
 }
 
 // All tokens of a block, in tiles of nearly one size: a small one would leave the multipliers waiting for its sums.
 template <int FORMAT, int P>
 void tiles(const uint8_t* panel, size_t bytes, const float* in, int stride, int tokens, int begin, int end,
-           float* sums) {
+           const uint8_t* next_columns, float* sums) {
   const int count = (tokens + TILE - 1) / TILE;
+  const size_t step = column_bytes(FORMAT) / count;
   for (int i = 0, token = 0; i < count; ++i) {
     const int next = tokens * (i + 1) / count;
+    const Ahead ahead{next_columns + i * step * (end - begin), step};
     const float* from = in + static_cast<size_t>(token) * stride;
-    tile_of<FORMAT, TILE, P>(next - token, panel, bytes, from, stride, begin, end, sums + token * PANEL);
+    tile_of<FORMAT, TILE, P>(next - token, panel, bytes, from, stride, begin, end, sums + token * PANEL, ahead);
     token = next;
   }
 }
@@ -89,8 +105,11 @@ void block(const Op& op, const float* in, int tokens, int panel, float* out) {
   const uint8_t* weights = static_cast<const uint8_t*>(op.weights) + panel * bytes;
   for (int p = 0; p < P; ++p) std::fill_n(sums + p * TOKENS * PANEL, tokens * PANEL, 0.0f);
   const int step = tokens > TILE ? COLUMNS : op.k;
-  for (int column = 0; column < op.k; column += step)
-    tiles<FORMAT, P>(weights, bytes, in, op.in_stride, tokens, column, std::min(column + step, op.k), sums);
+  for (int column = 0; column < op.k; column += step) {
+    const int end = std::min(column + step, op.k);
+    const uint8_t* next = weights + (step == op.k ? AHEAD : end < op.k ? end * column_bytes(FORMAT) : P * bytes);
+    tiles<FORMAT, P>(weights, bytes, in, op.in_stride, tokens, column, end, next, sums);
+  }
   for (int p = 0; p < P; ++p) finish(op, sums + p * TOKENS * PANEL, tokens, (panel + p) * PANEL, out);
 }
 

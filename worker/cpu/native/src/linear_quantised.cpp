@@ -1,135 +1,134 @@
 // Linear maps with quantised weights (formats.h); activations are quantised in blocks of 32.
 //
-// Within a block the products are summed as integers, exactly. Over the blocks each output is one float chain:
+// Within a unit of columns with one scale (dot.h) the products are summed as integers, exactly. Over the units each
+// output is one float chain:
 //   sum += integer · (weight scale · activation scale), and then for the formats with an offset
 //   sum += offset · (activation scale · sum of the block's activations).
 // So AVX2 and AVX-512 give the same bits.
 #include <algorithm>
-#include <cstring>
 
-#include "dot.h"
-#include "formats.h"
+#include "activations.h"
 #include "linear.h"
-#include "simd.h"
+#include "quantised.h"
 
 namespace signalbox {
 
 namespace {
 
-// Tokens whose activations stay in the second cache while all panels pass by.
-constexpr int PASS = 256;
-// How far ahead weights that are read for the first time are asked for, into the second cache. Not for one token: the
-// processor sees by itself that they are read from end to end.
-constexpr int AHEAD = 4096;
+// Tiles whose activations stay in the second cache while all panels pass by.
+constexpr int PASS = 256 / TILE_TOKENS;
+// Panels beside each other in a tile, so that a broadcast activation serves both.
+constexpr int PAIR = HALVES == 1 ? 2 : 1;
+// Up to so many tokens memory sets the pace, and panels one by one are read faster.
+constexpr int FEW = 4;
+// How far ahead a tile that is alone asks for its panel.
+constexpr int AHEAD = 8192;
 
-inline void finish(const Op& op, Floats sum, int row, float* out) {
-  out += row;
-  if (row + WIDTH <= op.n) {
-    if (op.vector) sum = add(sum, load_floats(op.vector + row));
-    if (op.flags & ADD) sum = add(sum, load_floats(out));
-    store_floats(out, sum);
-    return;
-  }
-  alignas(64) float lanes[WIDTH];
-  store_floats(lanes, sum);
-  for (int i = 0; row + i < op.n; ++i) {
-    if (op.vector) lanes[i] += op.vector[row + i];
-    if (op.flags & ADD) lanes[i] += out[i];
-    out[i] = lanes[i];
-  }
-}
-
-// The float side of one block of a panel.
-struct Scales {
-  Floats scale[HALVES], offset[HALVES];
+// What a tile asks memory for, into the second cache: with each of its blocks `step` bytes, from `at` on, and as many from
+// the same place of the panel beside it.
+struct Ahead {
+  const uint8_t* at;
+  size_t step;
 };
 
-// What the blocks of a super-block share.
-struct Factors {
-  Floats scale[HALVES], minimum[HALVES];
-};
-
-template <int FORMAT>
-inline Factors load_factors(const uint8_t* at) {
-  Factors found;
-  for (int h = 0; h < HALVES; ++h) {
-    found.scale[h] = load_halves(at + h * WIDTH * 2);
-    if (FORMAT != Q6_K) found.minimum[h] = multiply(load_halves(at + 32 + h * WIDTH * 2), all_of(-1.0f));
-  }
-  return found;
-}
-
-template <int FORMAT>
-inline Scales load_scales(const uint8_t* at, const Factors& factors) {
-  Scales found;
-  for (int h = 0; h < HALVES; ++h) {
-    if (FORMAT == Q6_K) {
-      found.scale[h] = factors.scale[h];  // the blocks' own scales are integers and stand in the sums
-    } else if (FORMAT == Q4_K || FORMAT == Q5_K) {
-      found.scale[h] = multiply(factors.scale[h], to_floats(widen_unsigned(at + h * WIDTH)));
-      found.offset[h] = multiply(factors.minimum[h], to_floats(widen_unsigned(at + 16 + h * WIDTH)));
-    } else {
-      found.scale[h] = load_halves(at + h * WIDTH * 2);
-      if (FORMAT == Q4_0) found.offset[h] = multiply(found.scale[h], all_of(-8.0f));
-      if (FORMAT == Q4_1) found.offset[h] = load_halves(at + 32 + h * WIDTH * 2);
+// The products of one block of P panels, units [UNIT, ..).
+template <int FORMAT, int R, int P, int UNIT = 0>
+inline void add_units(const Panels<P>& panels, const Activations& in, size_t at, const Scales<FORMAT> (&scales)[P],
+                      Floats (&sums)[P * HALVES][R]) {
+  Ints total[P * HALVES][R];
+  dot_unit<FORMAT, R, P, UNIT>(panels, in.values + at * BLOCK, in.starts + at * 4, total);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const Floats scale = all_of(in.scales[at + r]);
+#pragma GCC unroll 2
+    for (int v = 0; v < P * HALVES; ++v) {
+      const Floats both = multiply(scales[v / HALVES].scale[UNIT][v % HALVES], scale);
+      sums[v][r] = multiply_add(to_floats(total[v][r]), both, sums[v][r]);
     }
   }
-  return found;
+  if constexpr (UNIT + 1 < UNITS<FORMAT>) add_units<FORMAT, R, P, UNIT + 1>(panels, in, at, scales, sums);
 }
 
-template <int FORMAT>
-constexpr bool HAS_OFFSET = FORMAT == Q4_0 || FORMAT == Q4_1 || FORMAT == Q4_K || FORMAT == Q5_K;
+template <int FORMAT, int R, int P>
+inline void add_offsets(const float* token_sums, const Scales<FORMAT> (&scales)[P], Floats (&sums)[P * HALVES][R]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const Floats sum = all_of(token_sums[r]);
+#pragma GCC unroll 2
+    for (int v = 0; v < P * HALVES; ++v)
+      sums[v][r] = multiply_add(scales[v / HALVES].offset[v % HALVES], sum, sums[v][r]);
+  }
+}
 
-// One panel by tokens [token, token + R) of `tokens`. stream: the panel is read for the first time.
-template <int FORMAT, int R>
-void tile(const Op& op, const Activations& in, int tokens, int panel, int token, bool stream) {
+// P panels from `panel` on by a tile of R tokens, the first of which is `token`.
+template <int FORMAT, int R, int P>
+void tile(const Op& op, const Activations& in, int panel, int token, Ahead ahead) {
   constexpr BlockLayout LAYOUT = block_layout(FORMAT);
-  constexpr int BYTES = LAYOUT.scales + LAYOUT.values;
-  const uint8_t* weights = static_cast<const uint8_t*>(op.weights) + panel * panel_bytes(FORMAT, op.k);
-  Floats sums[HALVES][R];
-  for (int h = 0; h < HALVES; ++h)
-    for (int r = 0; r < R; ++r) sums[h][r] = zero_floats();
-  Factors factors;
-  for (int block = 0; block < op.k / BLOCK; ++block, weights += BYTES) {
+  const int blocks = op.k / BLOCK;
+  const size_t bytes = panel_bytes(FORMAT, op.k);
+  const uint8_t* weights = static_cast<const uint8_t*>(op.weights) + panel * bytes;
+  Floats sums[P * HALVES][R];
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < P * HALVES; ++v) sums[v][r] = zero_floats();
+  Factors factors[P];
+  size_t at = static_cast<size_t>(token) * blocks, asked = 0, due = 0;
+  for (int block = 0; block < blocks; ++block, weights += LAYOUT.scales + LAYOUT.values, at += R) {
     if (LAYOUT.head && block % (LAYOUT.columns / BLOCK) == 0) {
-      factors = load_factors<FORMAT>(weights);
+      for (int p = 0; p < P; ++p) factors[p] = load_factors<FORMAT>(weights + p * bytes);
       weights += LAYOUT.head;
     }
-    for (int line = 0; R > 1 && stream && line < BYTES; line += 64)
-      _mm_prefetch(reinterpret_cast<const char*>(weights + AHEAD + line), _MM_HINT_T1);
-    const size_t at = static_cast<size_t>(block) * tokens + token;
-    Ints total[HALVES][R];
-    dot_blocks<FORMAT, R>(weights, weights + LAYOUT.scales, in.values + at * BLOCK, in.halves + at * 2, total);
-    const Scales scales = load_scales<FORMAT>(weights, factors);
-    for (int r = 0; r < R; ++r) {
-      const Floats scale = all_of(in.scales[at + r]), sum = all_of(in.sums[at + r]);
-      for (int h = 0; h < HALVES; ++h) {
-        sums[h][r] = multiply_add(to_floats(total[h][r]), multiply(scales.scale[h], scale), sums[h][r]);
-        if (HAS_OFFSET<FORMAT>) sums[h][r] = multiply_add(scales.offset[h], sum, sums[h][r]);
-      }
+    for (due += ahead.step; asked < due; asked += 64)
+      for (int p = 0; p < P; ++p) expect(ahead.at + p * bytes + asked);
+    Scales<FORMAT> scales[P];
+    const uint8_t* values[P];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) {
+      scales[p] = load_scales<FORMAT>(weights + p * bytes, factors[p]);
+      values[p] = weights + p * bytes + LAYOUT.scales;
     }
+    add_units<FORMAT, R, P>(values, in, at, scales, sums);
+    if constexpr (HAS_OFFSET<FORMAT>) add_offsets<FORMAT, R, P>(in.sums + at, scales, sums);
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int h = 0; h < HALVES; ++h)
-      finish(op, sums[h][r], panel * PANEL + h * WIDTH, op.out + static_cast<size_t>(token + r) * op.out_stride);
+#pragma GCC unroll 2
+    for (int v = 0; v < P * HALVES; ++v)
+      finish(op, sums[v][r], panel * PANEL + v * WIDTH, op.out + static_cast<size_t>(token + r) * op.out_stride);
 }
 
-// `count` tokens, at most R.
-template <int FORMAT, int R>
-void tile_of(const Op& op, const Activations& in, int tokens, int panel, int token, int count, bool stream) {
+// A tile of `count` tokens, at most R.
+template <int FORMAT, int R, int P>
+void tile_of(const Op& op, const Activations& in, int panel, int token, int count, Ahead ahead) {
   if constexpr (R > 1) {
-    if (count < R) return tile_of<FORMAT, R - 1>(op, in, tokens, panel, token, count, stream);
+    if (count < R) return tile_of<FORMAT, R - 1, P>(op, in, panel, token, count, ahead);
   }
-  tile<FORMAT, R>(op, in, tokens, panel, token, stream);
+  tile<FORMAT, R, P>(op, in, panel, token, ahead);
+}
+
+// P panels by tiles [begin, end). Several tiles ask for the next panels between them, a single one for what comes next of
+// its own. Not where one token reads Q8_0: the processor sees by itself that it is read from end to end.
+template <int FORMAT, int P>
+void tiles_of(const Op& op, const Activations& in, const Tiles& tiles, int begin, int end, int panel) {
+  const size_t bytes = panel_bytes(FORMAT, op.k), share = bytes / (end - begin);
+  const uint8_t* weights = static_cast<const uint8_t*>(op.weights) + panel * bytes;
+  const uint8_t* next = weights + (P == 1 && end - begin == 1 ? AHEAD : P * bytes);
+  const size_t step = FORMAT == Q8_0 && tiles.tokens == 1 ? 0 : share / (op.k / BLOCK);
+  for (int i = begin; i < end; ++i) {
+    const Ahead ahead{next + share * (i - begin), step};
+    tile_of<FORMAT, TILE_TOKENS, P>(op, in, panel, tiles.begin(i), tiles.size(i), ahead);
+  }
 }
 
 template <int FORMAT>
 void run(const Op& op, const Activations& in, int tokens, int first, int last) {
-  for (int pass = 0; pass < tokens; pass += PASS) {
-    const int end = std::min(pass + PASS, tokens);
-    for (int panel = first; panel < last; ++panel)
-      for (int token = pass; token < end; token += DOT_TOKENS)
-        tile_of<FORMAT, DOT_TOKENS>(op, in, tokens, panel, token, std::min(DOT_TOKENS, end - token), token == pass);
+  const Tiles tiles(tokens);
+  for (int pass = 0; pass < tiles.count; pass += PASS) {
+    const int end = std::min(pass + PASS, tiles.count);
+    int panel = first;
+    for (; tokens > FEW && panel + PAIR <= last; panel += PAIR) tiles_of<FORMAT, PAIR>(op, in, tiles, pass, end, panel);
+    for (; panel < last; ++panel) tiles_of<FORMAT, 1>(op, in, tiles, pass, end, panel);
   }
 }
 

@@ -133,6 +133,10 @@ inline void settle(V& value) {
 #endif
 }
 
+// Asks for the line that holds `at`, into the second cache: the first one has room for few requests. One for each few
+// products keeps memory busy all the time; many at once would hold up the products until the first ones are there.
+inline void expect(const void* at) { _mm_prefetch(static_cast<const char*>(at), _MM_HINT_T1); }
+
 inline float half_to_float(uint16_t bits) { return _cvtsh_ss(bits); }
 
 inline float bfloat_to_float(uint16_t bits) {

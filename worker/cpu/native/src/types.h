@@ -43,12 +43,13 @@ struct Op {
   void* values;
 };
 
-// Quantised activations: block b of token t, of T tokens, stands at index b * T + t.
+// Quantised activations, block by block; activations.h says in which order.
 struct Activations {
   int8_t* values;  // 32 each
   float* scales;
   float* sums;      // scale times the sum of the 32 values
-  int32_t* halves;  // two for each block: -32 times the sums of its first and of its last 16 values
+  int32_t* starts;  // four each, what codes that count from -128, -8 and -32 add too much: -128 and -8 times the sum of
+                    // the values, -32 times that of the first and of the last 16
 };
 
 struct Model {
