@@ -15,7 +15,7 @@ MODES = {
     pb.TOOL_MODE_NONE: "none",
     pb.TOOL_MODE_REQUIRED: "required",
 }
-FIELDS = ("messages", "tools", "tool_choice", "parallel_tool_calls")
+FIELDS = ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 
 Json = dict[str, Any]
 
@@ -26,6 +26,8 @@ def chat_fields(chat: pb.ChatMessages) -> Json:
     for name in ("add_generation_prompt", "parallel_tool_calls"):
         if chat.HasField(name):
             body[name] = getattr(chat, name)
+    if chat.HasField("chat_template_kwargs"):
+        body["chat_template_kwargs"] = _object(chat.chat_template_kwargs, "chat_template_kwargs")
     if chat.tools:
         body["tools"] = [_tool(tool, index) for index, tool in enumerate(chat.tools)]
     choice = chat.tool_choice.WhichOneof("choice")
@@ -64,14 +66,19 @@ def _tool(tool: pb.Tool, index: int) -> Json:
     if tool.HasField("description"):
         function["description"] = tool.description
     if tool.HasField("parameters"):
-        field = f"tools[{index}].function.parameters"
-        try:
-            function["parameters"] = orjson.loads(tool.parameters)
-        except orjson.JSONDecodeError as error:
-            raise ValidationFailed(f"{field} is not valid JSON: {error}", field) from None
-        if function["parameters"] is None:
-            raise ValidationFailed(f"{field} must be a JSON schema (an object)", field)
+        function["parameters"] = _object(tool.parameters, f"tools[{index}].function.parameters")
     return {"type": "function", "function": function}
+
+
+def _object(text: str, field: str) -> Json:
+    """The object that a field holds as JSON."""
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise ValidationFailed(f"{field} is not valid JSON: {error}", field) from None
+    if not isinstance(value, dict):
+        raise ValidationFailed(f"{field} must be a JSON object", field)
+    return value
 
 
 def _mode(mode: pb.ToolMode) -> str:

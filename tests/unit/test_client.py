@@ -88,6 +88,10 @@ async def test_logprobs(client: AsyncClient):
 async def test_conversations(client: AsyncClient, engine: FakeEngine, turn):
     await client.generate([turn])
     opened = engine.adds[-1].prompt_ids.tolist()
+    await client.generate([turn], chat_template_kwargs={"enable_thinking": False})
+    assert engine.adds[-1].prompt_ids.tolist() == opened
+    with pytest.raises(InvalidRequest, match=r"chat\.chat_template_kwargs"):
+        await client.generate([turn], chat_template_kwargs={"x": []})  # type: ignore[dict-item]
     await client.generate([turn], add_generation_prompt=False)
     shorter = engine.adds[-1].prompt_ids.tolist()
     assert len(shorter) < len(opened)

@@ -78,6 +78,16 @@ async def test_thoughts_are_split_off() -> None:
     assert (whole.reasoning, whole.text) == ("", text)
 
 
+async def test_arguments_reach_the_template() -> None:
+    engine = FakeEngine([10])
+    context = fake_context(engine, model=tiny_served_model(chat_template="{{ 'quick' if fast else 'slow' }}"))
+    async with grpc_front(engine, context) as opened:
+        for kwargs in ('{"fast": true}', '{"fast": false}', None):
+            messages = pb.ChatMessages(messages=[HELLO], chat_template_kwargs=kwargs)
+            await opened.stub.GenerateOnce(pb.GenerateRequest(chat=messages))
+    assert [len(add.prompt_ids) for add in engine.adds] == [len("quick"), len("slow"), len("slow")]
+
+
 def test_history_is_what_http_takes() -> None:
     call = pb.ToolCall(id="c", name="f", arguments='{"city": "Rome"}')
     turns = [
@@ -128,6 +138,9 @@ async def test_other_fields_in_a_message_have_their_names_in_the_schema() -> Non
         ({"tools": [pb.Tool(name="a", parameters="{")]}, "chat.tools[0].parameters"),
         ({"tools": [pb.Tool(name="a", parameters="null")]}, "chat.tools[0].parameters"),
         ({"tools": [pb.Tool(name="a", parameters="[1]")]}, "chat.tools[0].parameters"),
+        ({"chat_template_kwargs": "x"}, "chat.chat_template_kwargs"),
+        ({"chat_template_kwargs": "[]"}, "chat.chat_template_kwargs"),
+        ({"chat_template_kwargs": '{"x": {}}'}, "chat.chat_template_kwargs"),
         ({"tools": [WEATHER, WEATHER]}, "chat.tools"),
         ({"tools": [], "tool_choice": REQUIRED}, "chat.tool_choice"),
         ({"tool_choice": pb.ToolChoice(name="other")}, "chat.tool_choice"),

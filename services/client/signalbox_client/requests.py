@@ -56,7 +56,7 @@ class Fork:
 Prompt = str | Sequence[int] | Sequence[Message] | Sequence[Mapping[str, Any]] | Fork
 
 MODES = {"auto": pb.TOOL_MODE_AUTO, "none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
-FOR_CHAT = ("add_generation_prompt", "tools", "tool_choice", "parallel_tool_calls")
+FOR_CHAT = ("add_generation_prompt", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
 
 
 class Options(TypedDict, total=False):
@@ -70,6 +70,7 @@ class Options(TypedDict, total=False):
     tools: Sequence[Tool]
     tool_choice: str  # auto, none, required, or the name of the one that must be called
     parallel_tool_calls: bool
+    chat_template_kwargs: Mapping[str, str | bool | int | float]
     n: int
     max_tokens: int
     min_tokens: int
@@ -146,7 +147,7 @@ def _set_chat_field(chat: pb.ChatMessages, name: str, value: Any) -> None:
     elif name == "tool_choice":
         chat.tool_choice.name = value
     else:
-        setattr(chat, name, value)
+        setattr(chat, name, json.dumps(value) if name == "chat_template_kwargs" else value)
 
 
 def _tool(tool: Tool) -> pb.Tool:
