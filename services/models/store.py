@@ -130,7 +130,7 @@ def info(path: Path | str) -> dict[str, Any]:
         "path": str(model.path),
         "architecture": config.architecture,
         "parameters": sum(math.prod(entry.shape) for entry in model.tensors.values()),
-        "weight_bytes": sum(entry.nbytes for entry in model.tensors.values()),
+        "weight_bytes": sum(entry.nbytes for tensor in model.tensors.values() for entry in tensor.parts),
         "weight_types": dict(Counter(entry.dtype for entry in model.tensors.values())),
         "context": config.max_position_embeddings,
         "vocabulary": config.vocab_size,

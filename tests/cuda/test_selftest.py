@@ -24,6 +24,7 @@ MODELS: list[dict[str, Any]] = [
     {},
     {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 20, "head_dim": 16},
     {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 1, "head_dim": 12},
+    {"hidden_size": 160, "intermediate_size": 144, "head_dim": 40},  # FP8 scales of several groups
 ]
 
 
@@ -31,7 +32,7 @@ def check(kernels: Kernels, model: dict[str, Any], dtype: torch.dtype = torch.bf
     return check_kernels(parse_config(tiny_config(**model), "test"), kernels, CPU, arch=90, page=16, dtype=dtype)
 
 
-@pytest.mark.parametrize("model", MODELS, ids=["llama", "window", "qwen3"])
+@pytest.mark.parametrize("model", MODELS, ids=["llama", "window", "qwen3", "groups"])
 def test_every_kernel_passes(model: dict[str, Any]) -> None:
     assert set(CASES) == {field.name for field in dataclasses.fields(Kernels)}
     assert check(Kernels(), model) == (Kernels(), [])
@@ -41,6 +42,19 @@ def test_every_kernel_passes_with_fp8_kv() -> None:
     model = parse_config(tiny_config(), "test")
     found = check_kernels(model, Kernels(), CPU, arch=90, page=16, kv_dtype=torch.float8_e4m3fn)
     assert found == (Kernels(), [])
+
+
+def test_fp8_is_left_out_where_nothing_is_in_it() -> None:
+    def plain(*arguments: Any, **options: Any) -> None:
+        assert all(part is None or part.dtype != fallback.FP8 for part in arguments)
+        fallback.linear(*arguments, **options)
+
+    def never(*_: Any) -> None:
+        raise AssertionError("launched")
+
+    model = parse_config(tiny_config(), "test")
+    kernels = Kernels(**{name: getattr(fallback, name) for name in CASES} | {"quantise": never, "linear": plain})
+    assert check_kernels(model, kernels, CPU, arch=80, page=16, fp8=False, unused=["quantise"]) == (kernels, [])
 
 
 @pytest.mark.parametrize("name", CASES)

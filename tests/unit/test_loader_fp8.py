@@ -198,6 +198,9 @@ def test_a_cpu_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: 
 def test_the_plan_counts_bytes(tmp_path: Path) -> None:
     device = Device.of(10**7, None, None)
     folder, _ = write_fp8(tmp_path, "channel")
+    held = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    assert store.info(folder)["weight_bytes"] == held
+    assert store.info(folder)["weight_types"]["F8_E4M3"] == 14
     kept = make_plan(read_facts(str(folder)), device, Formats(), Use())
     assert (kept.weight_format, kept.weight_bytes) == ("as stored", (folder / "model.safetensors").stat().st_size)
     tiny = read_facts(str(write_tiny(tmp_path / "tiny")))

@@ -136,6 +136,7 @@ def test_a_gguf_file_counts_as_stored(default_model_path):
         (["--memory", "80GB", "--memory-fraction", "0"], "--memory-fraction must be more than 0"),
         (["--memory", "80GB", "--memory-fraction", "0.3", "--utilization", "0.9"], "not both"),
         (["--memory", "80GB", "--dtype", "int3"], "--dtype must be auto or one of float32"),
+        (["--memory", "80GB", "--quantization", "q8_0"], "--quantization must be one of none, fp8"),
         (["--memory", "80GB", "--kv-dtype", "x"], "--kv-dtype must be auto or one of"),
     ],
 )
@@ -161,6 +162,8 @@ def test_the_command_draws_a_bar_or_prints_json(tmp_path):
     assert "26,674 blocks" in shown.replace("\n", " ")
     printed = json.loads(CliRunner().invoke(cli.app, ["plan", model, "--memory", "80GB", "--json"]).output)
     assert printed["tokens"] == 426_784
+    fp8 = CliRunner().invoke(cli.app, ["plan", model, "--memory", "80GB", "--quantization", "fp8", "--json"]).output
+    assert json.loads(fp8)["weight_bytes"] == 9_086_705_664
     unknown = CliRunner().invoke(cli.app, ["plan", write(tmp_path, QWEN36_27B), "--memory", "80GB"]).output
     assert "give --parameters" in unknown
     assert "48 layers keep a state" in unknown

@@ -66,6 +66,11 @@ class TensorEntry:
     """Of an FP8 matrix: [rows, columns], 1 for all, or one for each row, or one for each block of SCALE_BLOCK."""
 
     @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """The tensor as stored: itself, and its scales if it has some."""
+        return (self,) if self.scales is None else (self, self.scales)
+
+    @property
     def is_plain(self) -> bool:
         """The file holds the rows one after another, in Hugging Face order."""
         return self.permute_heads is None and self.columns is None
