@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from proto.messages import SamplingParams
 from tests.cuda.engines import pipelined
+from tests.cuda.ranks import NoGpus, gpu_group
 from tests.cuda.recording import Recording
 from tests.support.checkpoints import tiny_config, tiny_tensors, write_small_files
 from tests.support.fp8_checkpoints import FORMS, MODEL, Form, write_fp8
@@ -37,6 +38,7 @@ from worker.runner import Runner
 
 pytestmark = pytest.mark.triton
 CPU = torch.device("cpu")
+VOCABULARY = 96
 NEAR = 0.1
 LONG = [7 * n % 96 for n in range(26)]
 PROMPTS = [[5], LONG[:9], LONG]
@@ -59,13 +61,18 @@ def answers(driver: Driver) -> list[Sequence]:
     return added
 
 
-def rounding(form: Form | None, vocabulary: int = 96) -> Any:
-    """torch's functions, but that a map of a layer takes E4M3 with a scale for each token, or for each 128 inputs."""
+def rounding(form: Form | None, ranks: int = 1) -> Any:
+    """torch's functions, but that a map of a layer takes E4M3 with a scale for each token, or for each 128 inputs.
+
+    Of several ranks each scales its part of the inputs of the output and the down projection.
+    """
+    split = MODEL["head_dim"] * 4, MODEL["intermediate_size"]
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if len(weight) == vocabulary:
+        size = x.shape[1]
+        if len(weight) == VOCABULARY:
             return F.linear(x, weight, bias)
-        parts = x.split(128 if form == "block" else x.shape[1], dim=1)
+        parts = x.split(128 if form == "block" else size // ranks if size in split else size, dim=1)
         scales = [part.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 448 for part in parts]
         kept = [
             (part / scale).to(torch.float8_e4m3fn).float() * scale for part, scale in zip(parts, scales, strict=True)
@@ -135,6 +142,22 @@ def test_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Form
         again = answers(WindowDriver(pipelined(made, device, capture=True, weights=weights), window=2))
         assert [one.output for one in again] == [one.output for one in eager]
         assert device.replays
+
+
+def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, twin = write_fp8(tmp_path, "channel", num_hidden_layers=1)
+    made = runner(twin, monkeypatch)
+    plain = answers(Driver(made))
+    monkeypatch.setattr("worker.models.llama.F", rounding("channel", ranks=2))
+    expected = answers(Driver(made))
+    config = WorkerConfig(
+        model=folder, device="cuda", dtype="float32", tensor_parallel_size=2, max_rows=4, max_step_tokens=24
+    )  # fmt: skip
+    gpus = NoGpus(capture=False)
+    with gpu_group(config, tmp_path / "meeting", gpus) as group:
+        found = answers(Driver(group))
+    assert all(engine.decoder.weights.fp8 for engine in gpus.engines.values())
+    agree(found, expected, plain)
 
 
 def test_quantised_at_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

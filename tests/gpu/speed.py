@@ -54,6 +54,7 @@ def decoding(setting: Setting) -> None:
             formats = f"{'fp8' if fp8 else 'bf16'}, {'fp8' if fp8_kv else 'bf16'} KV"
             label = f"decode {name} {formats}, batch {rows}: share of the limit"
             setting.add(label, f"{share:.0%} ({rows / seconds:,.0f} tokens/s)", f"≥ {goal:.0%}", share >= goal)
+        del runner  # its KV, before the next one's is allocated
 
 
 def captured_against_eager(setting: Setting) -> None:
@@ -126,17 +127,23 @@ def batching(setting: Setting) -> None:
 
 
 def prefilling(setting: Setting) -> None:
-    """Prefill share of the multiply rate measured here."""
+    """Prefill share of the multiply rate measured here, which is that of bfloat16; FP8 products may be faster."""
+    for fp8 in (True, False) if setting.has_fp8 else (False,):
+        _prefilling(setting, fp8=fp8)
+
+
+def _prefilling(setting: Setting, *, fp8: bool) -> None:
     prompt = 20 if setting.dry else 2048
-    runner = setting.runner("8B", capture=True, blocks=32 if setting.dry else 1024, max_rows=8)
-    model, weights = setting.model("8B")
+    runner = setting.runner("8B", capture=True, blocks=32 if setting.dry else 1024, max_rows=8, fp8=fp8)
+    model, weights = setting.model("8B", fp8=fp8)
     Loop(runner, concurrency=1, prompt=prompt, outputs=[1]).run()
     loop = Loop(runner, concurrency=1, prompt=prompt, outputs=[1] * 4)
     seconds = setting.timed(loop.run) / 4
     matrices = sum(m.numel() for layer in weights.layers for m in (layer.qkv, layer.out, layer.gate_up, layer.down))
     attention = 2 * model.num_layers * model.num_heads * model.head_dim * prompt
     share = (2 * matrices + attention) * prompt / seconds / setting.flops
-    setting.add(f"prefill 8B, {prompt} tokens: share of the peak", f"{share:.0%}", "≥ 60 %", share >= 0.6)
+    label = f"prefill 8B{', fp8 weights' * fp8}, {prompt} tokens: share of the bf16 peak"
+    setting.add(label, f"{share:.0%}", "≥ 60 %", share >= 0.6)
 
 
 def copying(setting: Setting) -> None:
