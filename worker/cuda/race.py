@@ -70,7 +70,8 @@ class Race:
 
     def _seconds(self, way: Way, x: Activations, maps: list[LinearMap]) -> float:
         """Of one map. ArithmeticError when its result is not that of the definition."""
-        out = torch.empty((len(x.values), len(maps[0].weight)), dtype=self.dtype, device=self.backend.device)
+        size = len(x.values), len(maps[0].weight)
+        out = torch.full(size, torch.nan, dtype=self.dtype, device=self.backend.device)
 
         def work() -> None:
             for linear_map in maps:
