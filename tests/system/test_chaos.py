@@ -92,8 +92,8 @@ async def test_answers_are_as_long_as_this_machine_is_fast(tiny_model: Path) -> 
 
 
 def test_an_answer_lasts_some_faults_within_bounds() -> None:
-    assert length_for(gap=0.010, every=4.0, context=8192) == 1200
-    assert length_for(gap=0.100, every=4.0, context=8192) == 120
+    assert length_for(gap=0.010, every=4.0, context=8192) == 800
+    assert length_for(gap=0.100, every=4.0, context=8192) == 80
     assert length_for(gap=0.001, every=4.0, context=8192) == LONGEST
     assert length_for(gap=0.001, every=4.0, context=1024) == 1024 - PROMPT_ROOM
     assert length_for(gap=9.0, every=4.0, context=8192) == SHORTEST

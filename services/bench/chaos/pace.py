@@ -12,7 +12,7 @@ from services.bench.chaos.clients import Clients, Request, Stream
 from services.bench.chaos.members import ChaosError, Member
 
 MEASURED_SECONDS = 5.0
-FAULTS_PER_ANSWER = 3  # about so many fall into the longest answers, half of that into the shortest
+FAULTS_PER_ANSWER = 2  # about so many fall into the longest answers, half of that into the shortest
 SHORTEST, LONGEST = 64, 2000  # tokens of the longest answers
 PROMPT_ROOM = 256  # tokens of the context that are left to the prompts
 
