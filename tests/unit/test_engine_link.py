@@ -13,7 +13,7 @@ import pytest
 from proto.codec import encode
 from proto.messages import Add, End, FinishReason, RefusalCode, SamplingParams, SchedulerBeat, SequenceStart, int32
 from scheduler.events import PeerLost
-from services import schedulerd
+from services import schedulerd, worker_control
 from services.bench.faults.strict_worker import EOS, expected_output, token_at
 from services.frontend.engine import EngineClient
 from services.frontend.streams import Stream
@@ -117,6 +117,24 @@ async def test_a_worker_that_fails_or_dies_costs_a_pause(run_dir):
             with worker_thread(run_dir, SimRunner(), "w1"):
                 tokens, ends = await task
     check(tokens, ends, (3, 4), 200)
+
+
+async def test_a_worker_whose_step_hangs_ends_and_another_goes_on(run_dir, monkeypatch):
+    """Its control thread beats on; it is told to end by the time that no step may take, and does so in its stead."""
+    ended, runner = threading.Event(), SimRunner()
+    monkeypatch.setattr(worker_control, "OBEY_SECONDS", 0.0)
+    monkeypatch.setattr(worker_control, "end_now", lambda why: ended.set())
+    with scheduler_thread(run_dir, step_timeout=0.6) as scheduler, worker_thread(run_dir, runner):
+        async with client_of(run_dir) as client:
+            await until(lambda: client.ready)
+            runner.hold.clear()
+            stream = client.submit(add(client))
+            await until(ended.is_set)
+            with worker_thread(run_dir, SimRunner(), "w1"):
+                tokens, ends = await collect(stream)
+            assert (tokens[0], ends[0].reason) == expected_output(1, 10, 40)
+            assert scheduler.state.totals.worker_losses >= 1
+            runner.hold.set()
 
 
 async def test_a_new_scheduler_costs_a_pause(run_dir):
