@@ -307,10 +307,17 @@ class SchedulerState:
         return max(now, min(times))
 
     def story(self, request_id: str) -> list[str]:
-        """What happened to a request's sequences, with causes. Frontends add `/` and a number to a client's id."""
+        """What happened to a request's sequences, with causes."""
+        return list(self.stories(request_id).values())
+
+    def stories(self, request_id: str) -> dict[tuple[str, int], str]:
+        """The same, by their keys in `sequences`. Frontends add `/` and a number to a client's id."""
         begin = f"{request_id}/"
-        sequences = self.sequences.values()
-        return [s.tell() for s in sequences if s.request_id == request_id or s.request_id.startswith(begin)]
+        return {
+            key: sequence.tell()
+            for key, sequence in self.sequences.items()
+            if sequence.request_id == request_id or sequence.request_id.startswith(begin)
+        }
 
     # --- proof ----------------------------------------------------------------------------------------------------
 

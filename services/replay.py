@@ -119,6 +119,7 @@ class _Replayer:
         self.log, self.state = log, state
         self.validate, self.story_of, self.observers = validate, story_of, observers
         self.found = Replay(first_step=log.header.step + 1)
+        self.told: dict[tuple[str, int], str] = {}  # the story, by sequence
         self.digest = log.header.digest
         self.open_requests: dict[str, None] = {}
         self.last: tuple[float, list[Event], Actions] | None = None
@@ -175,8 +176,10 @@ class _Replayer:
                 self.found.tokens += len(outgoing.message.tokens)
 
     def keep_story(self) -> None:
+        """Of each sequence what was known last: siblings are forgotten one by one."""
         if self.story_of:
-            self.found.story = self.state.story(self.story_of) or self.found.story
+            self.told |= self.state.stories(self.story_of)
+            self.found.story = list(self.told.values())
 
     def differs(self, recorded: int) -> bool:
         """Compare with the digest that the log has after the last step; notes the difference."""

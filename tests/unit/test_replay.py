@@ -116,6 +116,15 @@ def test_a_log_of_a_killed_process_ends_where_it_is_cut_off(recorded, tmp_path):
     assert found.end == ""
 
 
+def test_a_story_is_told_of_every_choice(recorded):
+    """Whatever order they end and are forgotten in."""
+    path, _ = recorded
+    for number in range(WORKLOAD.num_requests):
+        story = replay(LogFile.open(path), story_of=f"request-{number}").story
+        assert len(story) == (2 if number % 5 == 0 else 1), number
+        assert all(" ended (" in line for line in story)
+
+
 def test_the_command_tells_stories_and_speaks_json(recorded):
     path, _ = recorded
     runner = CliRunner()

@@ -69,9 +69,22 @@ CHATS: list[dict[str, Any]] = [
         "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}},
     },
 ]
+TOOL_CHAT = pb.ChatMessages(
+    messages=[
+        pb.ChatMessage(role="user", content="Hello"),
+        pb.ChatMessage(
+            role="assistant", tool_calls=[pb.ToolCall(id="c", name="f", arguments='{"a": 1}')], reasoning="x"
+        ),
+        pb.ChatMessage(role="tool", tool_call_id="c", content="y"),
+    ],
+    tools=[pb.Tool(name="f", description="z", parameters='{"type": "object", "properties": {"a": {"enum": [1, 2]}}}')],
+    tool_choice=pb.ToolChoice(name="f"),
+    chat_template_kwargs='{"a": true}',
+)
 GRPC = [
     pb.GenerateRequest(text="Hello", max_tokens=5, temperature=0.5, n=2, stop=["x"], seed=3),
     pb.GenerateRequest(text="Hello", request_id="r", logprobs=3, priority=2, timeout=4),
+    pb.GenerateRequest(chat=TOOL_CHAT, max_tokens=5, logprobs_mode="sampled"),
 ]
 DIRECTIONS = (FRONTEND_TO_SCHEDULER, SCHEDULER_TO_FRONTEND, WORKER_TO_SCHEDULER, SCHEDULER_TO_WORKER)
 

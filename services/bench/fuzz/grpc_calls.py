@@ -21,7 +21,7 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from tokenizers import decoders, models, pre_tokenizers
 
 from proto import signalbox_pb2 as pb
-from services.bench.fuzz.bodies import CONFIG, small_model
+from services.bench.fuzz.bodies import CONFIG, TOOL_CHAT, small_model
 from services.bench.fuzz.protobufs import lie
 from services.bench.fuzz.quiet_engine import QuietEngine
 from services.frontend.context import FrontendContext
@@ -41,6 +41,7 @@ TOKENS = vllm.TokenizedInput(original_text="Hello", input_ids=[5, 6, 7])
 LIKELY: list[Message] = [
     pb.GenerateRequest(text="Hello", max_tokens=5, temperature=0.5, n=2, stop=["x"], seed=3),
     pb.GenerateRequest(text="Hello", request_id="r", logprobs=3, priority=2, timeout=4),
+    pb.GenerateRequest(chat=TOOL_CHAT, max_tokens=5, logprobs=1, logprobs_mode="sampled"),
     pb.AbortRequest(request_id="r"),
     vllm.GenerateRequest(tokenized=TOKENS, sampling_params=vllm.SamplingParams(max_tokens=4, n=2), stream=True),
     vllm.GenerateRequest(text="Hello", sampling_params=vllm.SamplingParams(stop=["x"], logprobs=2, seed=5)),
