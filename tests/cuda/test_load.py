@@ -6,11 +6,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from services.model_facts import read_facts
 from tests.cuda.recording import Recording
-from tests.support.checkpoints import write_tiny
+from tests.support.checkpoints import tiny_config, write_sharded, write_tiny
 from tests.support.fp8_checkpoints import FORMS, Form, write_fp8
 from worker.config import WorkerConfig
 from worker.cuda import load
@@ -18,7 +20,8 @@ from worker.cuda.fp8 import Fp8Matrices
 from worker.cuda.kernels.table import Kernels
 from worker.cuda.race import Race
 from worker.errors import ConfigError
-from worker.loader.config import ModelConfig
+from worker.loader.config import ModelConfig, parse_config
+from worker.loader.expected import expected_tensors
 from worker.loader.model import open_model
 from worker.models.weights import load_weights, stay
 
@@ -64,6 +67,20 @@ def test_a_plain_folder_is_quantised_when_asked(tmp_path: Path) -> None:
     for asked in ("none", "fp8"):
         config = WorkerConfig(model=folder, device="cuda", quantization=asked)
         assert load.load_placed(config, open_model(folder), Recording()).fp8 == (asked == "fp8")
+
+
+@pytest.mark.parametrize(
+    "model", [{}, {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}], ids=["plain", "tied"]
+)
+def test_bytes_are_those_of_signalbox_plan(tmp_path: Path, model: dict[str, Any]) -> None:
+    config = tiny_config(**model)
+    tensors = {name: np.ones(shape, np.float32) for name, shape in expected_tensors(parse_config(config, "")).items()}
+    folder = write_sharded(tmp_path / "model", tensors, config)
+    asked = WorkerConfig(model=folder, device="cuda", quantization="fp8")
+    weights = load.load_placed(asked, open_model(folder), Recording())
+    held = [tensor for layer in weights.layers for tensor in asdict(layer).values() if tensor is not None]
+    held += [weights.embedding, weights.norm] + [weights.lm_head] * (weights.lm_head is not weights.embedding)
+    assert sum(tensor.nbytes for tensor in held) == read_facts(str(folder)).fp8_bytes
 
 
 def test_chips_without_fp8(tmp_path: Path) -> None:

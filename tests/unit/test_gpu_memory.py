@@ -10,7 +10,7 @@ import torch
 from services.model_facts import read_facts
 from services.plan import Device, Formats, Use, make_plan
 from services.settings import Device as SettingsDevice
-from services.settings import WorkerSettings
+from services.settings import Quantization, WorkerSettings
 from services.workerd import config_of
 from tests.support.checkpoints import write_tiny
 from worker.config import WorkerConfig
@@ -67,6 +67,7 @@ def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_reach_the_worker(tmp_path: Path) -> None:
     given = {
         "gpu_memory_utilization": 0.5, "gpu_memory_fraction": 0.35, "enforce_eager": True, "batch_invariant": True,
+        "quantization": Quantization.FP8,
     }  # fmt: skip
     model = str(write_tiny(tmp_path / "model"))
     config = config_of(WorkerSettings(run_dir=tmp_path, name="w", model=model, device=SettingsDevice.CUDA, **given))
