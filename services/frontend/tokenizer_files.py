@@ -4,11 +4,12 @@ from which a gateway builds the same tokenizer, and the tokenizer's settings."""
 from __future__ import annotations
 
 import io
-import json
 import zipfile
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 if TYPE_CHECKING:
     from services.frontend.context import ServedModel
@@ -39,9 +40,12 @@ def zipped(folder: Path) -> bytes:
 
 def tokenizer_settings(model: ServedModel) -> dict[str, Any]:
     """Those of tokenizer_config.json, special tokens as texts, with the chat template in use here. OSError when the
-    file cannot be read."""
+    file cannot be read.
+
+    Integers beyond 64 bits become floats: model_max_length is often 10^30, which stands for no limit.
+    """
     file = model.folder / "tokenizer_config.json"
-    said: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
+    said: dict[str, Any] = orjson.loads(file.read_bytes()) if file.is_file() else {}
     ours = {"chat_template": model.chat_template, "bos_token": model.bos_token, "eos_token": model.eos_token}
     return {"tokenizer_class": "PreTrainedTokenizerFast", **_plain(said), **ours}
 

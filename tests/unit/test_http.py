@@ -482,6 +482,7 @@ async def test_tokenizer_info_is_there_when_it_was_asked_for(tmp_path: Path) -> 
             "chat_template": [],
             "added_tokens_decoder": {"2": {"content": "<|im_end|>", "special": True}},
             "extra": [{"content": "x"}],
+            "model_max_length": 1000000000000000019884624838656,  # as transformers writes "no limit"
         }
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(said))
         told = await (await front.get("/tokenizer_info")).json()
@@ -490,6 +491,7 @@ async def test_tokenizer_info_is_there_when_it_was_asked_for(tmp_path: Path) -> 
             "pad_token": "<pad>",
             "added_tokens_decoder": {"2": "<|im_end|>"},
             "extra": ["x"],
+            "model_max_length": 1e30,
         }
 
 
