@@ -161,6 +161,23 @@ async def test_values_that_no_message_can_hold_are_python_errors(client: AsyncCl
         await client.generate("Hello", n=-1)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("add_generation_prompt", "yes"),
+        ("tools", 5),
+        ("tools", [{"name": "f"}]),
+        ("tool_choice", 5),
+        ("tool_choice", ["f"]),
+        ("parallel_tool_calls", "no"),
+        ("chat_template_kwargs", {"x": object()}),
+    ],
+)
+async def test_values_that_no_conversation_can_hold_name_their_field(client: AsyncClient, field: str, value: object):
+    with pytest.raises(TypeError, match=f"^{field}: "):
+        await client.generate([Message("user", "Hello")], **{field: value})
+
+
 async def test_errors_have_their_classes(client: AsyncClient, engine: FakeEngine):
     with pytest.raises(InvalidRequest) as caught:
         await client.generate("Hello", temperature=-1)

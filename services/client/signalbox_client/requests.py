@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
@@ -116,16 +117,24 @@ def generate_request(prompt: Prompt, options: Options) -> pb.GenerateRequest:
         fields["json_schema"] = json.dumps(fields["json_schema"])
     request = pb.GenerateRequest()
     for name, value in fields.items():
-        try:
+        with _naming(name):
             request.MergeFrom(pb.GenerateRequest(**{name: value}))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{name}: {error}") from error
     _set_prompt(request, prompt)
     if for_chat and not request.HasField("chat"):
         raise ValueError(f"{next(iter(for_chat))}: is for conversations; give messages as the prompt")
     for name, value in for_chat.items():
-        _set_chat_field(request.chat, name, value)
+        with _naming(name):
+            _set_chat_field(request.chat, name, value)
     return request
+
+
+@contextmanager
+def _naming(field: str) -> Iterator[None]:
+    """What is wrong with a field begins with its name."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{field}: {error}") from error
 
 
 def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
@@ -142,6 +151,8 @@ def _set_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 def _set_chat_field(chat: pb.ChatMessages, name: str, value: Any) -> None:
     if name == "tools":
         chat.tools.extend(_tool(tool) for tool in value)
+    elif name == "tool_choice" and not isinstance(value, str):
+        raise TypeError(f"must be auto, none, required or a tool's name, not {type(value).__name__}")
     elif name == "tool_choice" and value in MODES:
         chat.tool_choice.mode = MODES[value]
     elif name == "tool_choice":
@@ -152,7 +163,7 @@ def _set_chat_field(chat: pb.ChatMessages, name: str, value: Any) -> None:
 
 def _tool(tool: Tool) -> pb.Tool:
     if not isinstance(tool, Tool):
-        raise TypeError(f"tools: holds Tool only, not {type(tool).__name__}")
+        raise TypeError(f"holds Tool only, not {type(tool).__name__}")
     parameters = tool.parameters
     text = json.dumps(parameters) if isinstance(parameters, Mapping) else parameters
     return pb.Tool(name=tool.name, description=tool.description, parameters=text)
