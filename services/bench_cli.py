@@ -107,7 +107,7 @@ def chaos(
     distinct: Annotated[int, typer.Option(min=1, help="Different requests, asked in turn.")] = 125,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=2, help="Of the longest answers; half in the shortest.", show_default="about 3 faults long"),
+        typer.Option(min=2, help="Of the longest answers; half in the shortest.", show_default="about 2 faults long"),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 2,
     seed: Annotated[int, typer.Option(help="Of requests and faults.")] = 1,

@@ -177,7 +177,9 @@ def _check_quantization(model: ModelFacts, formats: Formats) -> None:
     if formats.weights != "auto" or formats.parameters is not None:
         raise PlanError("give --quantization, or --dtype and --parameters, not both: each tells how large weights are")
     if model.fp8_bytes is None:
-        raise PlanError("--quantization fp8 is for models that are served, whose matrices are known")
+        raise PlanError(
+            f"--quantization fp8 needs a model that is served, and {model.name} is not: give --dtype fp8 instead"
+        )
 
 
 def _stored(model: ModelFacts, formats: Formats) -> bool:

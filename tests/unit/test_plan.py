@@ -146,6 +146,14 @@ def test_what_cannot_be_planned_is_one_line(tmp_path, options, message):
     assert message in str(result.exception)
 
 
+def test_fp8_weights_of_a_model_that_is_not_served_cannot_be_counted(tmp_path):
+    arguments = ["plan", write(tmp_path, QWEN36_27B), "--memory", "80GB", "--quantization", "fp8"]
+    with pytest.raises(
+        PlanError, match=r"--quantization fp8 needs a model that is served, .* give --dtype fp8 instead"
+    ):
+        CliRunner().invoke(cli.app, arguments, catch_exceptions=False)
+
+
 def test_a_config_that_says_too_little_names_the_key(tmp_path):
     config = {"architectures": ["Odd"], "num_hidden_layers": 4, "num_attention_heads": 8, "layer_types": ["full"]}
     with pytest.raises(ModelError, match="layer_types must be a list of 4 names"):

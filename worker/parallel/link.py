@@ -30,6 +30,7 @@ class Link:
 
     def tell(self, kind: int, *columns: Int32) -> None:
         """A message of at most COLUMNS columns, to all others."""
+        assert len(columns) <= COLUMNS, "a message with too many columns"
         words = np.zeros(max(HEAD + sum(column.size for column in columns), FIRST), np.int32)
         words[: 1 + len(columns)] = kind, *(column.size for column in columns)
         if columns:
