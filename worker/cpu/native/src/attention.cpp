@@ -167,27 +167,27 @@ struct Task {
     }
   }
 
+  // Sixteen lanes at a time: the sums of the upper and of the lower eight come together at the end, on every level.
   void soften_line(float* line, int low, int high, int r) const {
-    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256 v[TILE_KEYS / LANES], peaks = _mm256_set1_ps(MINUS_INFINITY);
-    for (int i = 0; i < TILE_KEYS / LANES; ++i) {
-      const __m256i key = _mm256_add_epi32(lane, _mm256_set1_epi32(i * LANES));
-      const __m256i seen = _mm256_and_si256(_mm256_cmpgt_epi32(key, _mm256_set1_epi32(low - 1)),
-                                            _mm256_cmpgt_epi32(_mm256_set1_epi32(high), key));
-      v[i] = _mm256_blendv_ps(_mm256_set1_ps(MINUS_INFINITY), _mm256_loadu_ps(line + i * LANES),
-                              _mm256_castsi256_ps(seen));
-      peaks = _mm256_max_ps(peaks, v[i]);
+    constexpr int COUNT = TILE_KEYS / WIDTH;
+    Floats v[COUNT], peaks = all_of(MINUS_INFINITY);
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; ++i) {
+      v[i] = only_lanes(load_floats(line + i * WIDTH), low - i * WIDTH, high - i * WIDTH, MINUS_INFINITY);
+      peaks = larger(peaks, v[i]);
     }
-    const float peak = std::max(s.part_peak[r], max_lanes(peaks));
-    const __m256 subtract = _mm256_set1_ps(peak);
-    __m256 sum = _mm256_setzero_ps();
-    for (int i = 0; i < TILE_KEYS / LANES; ++i) {
-      const __m256 weight = exp8(_mm256_sub_ps(v[i], subtract));
-      _mm256_storeu_ps(line + i * LANES, weight);
-      sum = _mm256_add_ps(sum, weight);
+    const float peak = std::max(s.part_peak[r], max_all(peaks));
+    const Floats highest = all_of(peak);
+    Floats sums[HALVES];
+    for (Floats& sum : sums) sum = zero_floats();
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; ++i) {
+      const Floats weight = exponential(subtract(v[i], highest));
+      store_floats(line + i * WIDTH, weight);
+      sums[i % HALVES] = add(sums[i % HALVES], weight);
     }
     const float fade = exp1(s.part_peak[r] - peak);
-    s.part_sum[r] = s.part_sum[r] * fade + sum_lanes(sum);
+    s.part_sum[r] = s.part_sum[r] * fade + sum_all(HALVES == 1 ? sums[0] : add(sums[0], sums[HALVES - 1]));
     scale_line(s.part + r * padded, padded, fade);
     s.part_peak[r] = peak;
   }

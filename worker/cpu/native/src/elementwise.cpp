@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "activations.h"
 #include "formats.h"
@@ -12,6 +13,8 @@
 namespace signalbox {
 
 namespace {
+
+constexpr float NOT_A_NUMBER = std::numeric_limits<float>::quiet_NaN();
 
 // Sum of squares: lanes first, then over the lanes, then what is left over.
 float squares(const float* x, int count) {
@@ -31,32 +34,66 @@ void normalise(const float* x, const float* weight, int count, float epsilon, fl
   for (int i = 0; i < count; ++i) out[i] = x[i] * scale * weight[i];
 }
 
-// Block `block`, 32 values. A block that holds NaN or infinity gets a scale of NaN, so that no output of it is finite.
-void quantise_block(const float* x, int8_t* values, float& scale, float& sum, int32_t* starts) {
-  __m256 v[4], largest = _mm256_setzero_ps(), bad = _mm256_setzero_ps();
-  for (int i = 0; i < 4; ++i) {
-    v[i] = _mm256_loadu_ps(x + LANES * i);
-    largest = _mm256_max_ps(largest, absolute(v[i]));
-    bad = _mm256_or_ps(bad, not_finite(v[i]));
+#ifdef __AVX512F__
+
+// The largest size among 32 values; NaN when one of them is NaN or infinite.
+float largest_of(const float* x) {
+  const Floats a = _mm512_abs_ps(load_floats(x)), b = _mm512_abs_ps(load_floats(x + WIDTH));
+  const Floats limit = all_of(FLT_MAX);
+  if (_mm512_cmp_ps_mask(a, limit, _CMP_NLE_UQ) | _mm512_cmp_ps_mask(b, limit, _CMP_NLE_UQ)) return NOT_A_NUMBER;
+  return max_all(_mm512_max_ps(a, b));
+}
+
+// 32 values in steps of 1 / inverse; the sums of the first and of the last 16 bytes. A peak so small that 127 / peak is
+// infinite makes infinities of them; the bounds hold the bytes.
+std::pair<int32_t, int32_t> to_bytes(const float* x, float inverse, int8_t* values) {
+  int32_t sums[2];
+  for (int i = 0; i < 2; ++i) {
+    const Floats scaled = multiply(load_floats(x + i * WIDTH), all_of(inverse));
+    const Ints q = _mm512_cvtps_epi32(_mm512_max_ps(all_of(-127.0f), _mm512_min_ps(all_of(127.0f), scaled)));
+    sums[i] = sum_lanes(_mm256_add_epi32(_mm512_castsi512_si256(q), _mm512_extracti64x4_epi64(q, 1)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(values + i * WIDTH), _mm512_cvtepi32_epi8(q));
   }
-  const float peak = max_lanes(largest);
-  const __m256 inverse = _mm256_set1_ps(peak > 0.0f ? 127.0f / peak : 0.0f);
+  return {sums[0], sums[1]};
+}
+
+#else
+
+// See above.
+float largest_of(const float* x) {
+  __m256 largest = _mm256_setzero_ps(), bad = _mm256_setzero_ps();
+  for (int i = 0; i < BLOCK; i += LANES) {
+    const __m256 v = _mm256_loadu_ps(x + i);
+    largest = _mm256_max_ps(largest, absolute(v));
+    bad = _mm256_or_ps(bad, not_finite(v));
+  }
+  return _mm256_movemask_ps(bad) ? NOT_A_NUMBER : max_lanes(largest);
+}
+
+std::pair<int32_t, int32_t> to_bytes(const float* x, float inverse, int8_t* values) {
   __m256i q[4];
   for (int i = 0; i < 4; ++i) {
-    // A peak so small that 127 / peak is infinite makes infinities of it; the bounds hold the bytes.
-    const __m256 scaled = _mm256_mul_ps(v[i], inverse);
+    const __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(x + LANES * i), _mm256_set1_ps(inverse));
     q[i] = _mm256_cvtps_epi32(_mm256_max_ps(_mm256_set1_ps(-127.0f), _mm256_min_ps(_mm256_set1_ps(127.0f), scaled)));
   }
-  const int32_t first = sum_lanes(_mm256_add_epi32(q[0], q[1])), last = sum_lanes(_mm256_add_epi32(q[2], q[3]));
-  starts[0] = -128 * (first + last);
-  starts[1] = -8 * (first + last);
-  starts[2] = -32 * first;
-  starts[3] = -32 * last;
   // Packing works within 128-bit halves; the permutation puts the groups of four back in order.
   const __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(values), _mm256_permutevar8x32_epi32(bytes, order));
-  scale = _mm256_movemask_ps(bad) ? std::numeric_limits<float>::quiet_NaN() : peak / 127.0f;
+  return {sum_lanes(_mm256_add_epi32(q[0], q[1])), sum_lanes(_mm256_add_epi32(q[2], q[3]))};
+}
+
+#endif
+
+// 32 values. A block that holds NaN or infinity gets a scale of NaN, so that no output of it is finite.
+void quantise_block(const float* x, int8_t* values, float& scale, float& sum, int32_t* starts) {
+  const float peak = largest_of(x);
+  const auto [first, last] = to_bytes(x, peak > 0.0f ? 127.0f / peak : 0.0f, values);
+  starts[0] = -128 * (first + last);
+  starts[1] = -8 * (first + last);
+  starts[2] = -32 * first;
+  starts[3] = -32 * last;
+  scale = peak / 127.0f;
   sum = scale * static_cast<float>(first + last);
 }
 
@@ -107,11 +144,11 @@ void gate(const Op& op, const Activations& blocks, int tokens, int token, int fi
   const float* ups = gates + op.k;
   float* out = op.out + static_cast<size_t>(token) * op.out_stride;
   int i = first;
-  for (; i + LANES <= last; i += LANES) {
-    const __m256 x = _mm256_loadu_ps(gates + i);
-    const __m256 decay = exp8(_mm256_sub_ps(_mm256_setzero_ps(), x));
-    const __m256 silu = _mm256_div_ps(x, _mm256_add_ps(_mm256_set1_ps(1.0f), decay));
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(silu, _mm256_loadu_ps(ups + i)));
+  for (; i + WIDTH <= last; i += WIDTH) {
+    const Floats x = load_floats(gates + i);
+    const Floats decay = exponential(subtract(zero_floats(), x));
+    const Floats silu = divide(x, add(all_of(1.0f), decay));
+    store_floats(out + i, multiply(silu, load_floats(ups + i)));
   }
   for (; i < last; ++i) out[i] = gates[i] / (1.0f + exp1(-gates[i])) * ups[i];
   if (op.flags & TO_BLOCKS)

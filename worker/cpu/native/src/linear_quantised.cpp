@@ -31,6 +31,22 @@ struct Ahead {
   size_t step;
 };
 
+// The sums of `count` rows from `row` on, whole panels, become outputs of one token.
+void finish(const Op& op, const float* sums, int count, int row, float* out) {
+  int i = 0;
+  for (out += row; i < count && row + i + WIDTH <= op.n; i += WIDTH) {
+    Floats sum = load_floats(sums + i);
+    if (op.vector) sum = add(sum, load_floats(op.vector + row + i));
+    if (op.flags & ADD) sum = add(sum, load_floats(out + i));
+    store_floats(out + i, sum);
+  }
+  for (; i < count && row + i < op.n; ++i) {
+    float sum = sums[i];
+    if (op.vector) sum += op.vector[row + i];
+    out[i] = op.flags & ADD ? sum + out[i] : sum;
+  }
+}
+
 // The products of one block of P panels, units [UNIT, ..).
 template <int FORMAT, int R, int P, int UNIT = 0>
 inline void add_units(const Panels<P>& panels, const Activations& in, size_t at, const Scales<FORMAT> (&scales)[P],
@@ -91,11 +107,13 @@ void tile(const Op& op, const Activations& in, int panel, int token, Ahead ahead
     add_units<FORMAT, R, P>(values, in, at, scales, sums);
     if constexpr (HAS_OFFSET<FORMAT>) add_offsets<FORMAT, R, P>(in.sums + at, scales, sums);
   }
+  alignas(64) float lines[R][P * PANEL];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 2
-    for (int v = 0; v < P * HALVES; ++v)
-      finish(op, sums[v][r], panel * PANEL + v * WIDTH, op.out + static_cast<size_t>(token + r) * op.out_stride);
+    for (int v = 0; v < P * HALVES; ++v) store_floats(lines[r] + v * WIDTH, sums[v][r]);
+  for (int r = 0; r < R; ++r)
+    finish(op, lines[r], P * PANEL, panel * PANEL, op.out + static_cast<size_t>(token + r) * op.out_stride);
 }
 
 // A tile of `count` tokens, at most R.

@@ -1,10 +1,9 @@
-// What the kernels of quantised maps share: the float side of a panel's blocks (formats.h), and how a sum becomes an output.
+// The float side of a quantised panel's blocks (formats.h).
 #pragma once
 
 #include "dot.h"
 #include "formats.h"
 #include "simd.h"
-#include "types.h"
 
 namespace signalbox {
 
@@ -48,24 +47,6 @@ inline Scales<FORMAT> load_scales(const uint8_t* at, const Factors& factors) {
     }
   }
   return found;
-}
-
-// Rows [row, row + WIDTH) of one token.
-inline void finish(const Op& op, Floats sum, int row, float* out) {
-  out += row;
-  if (row + WIDTH <= op.n) {
-    if (op.vector) sum = add(sum, load_floats(op.vector + row));
-    if (op.flags & ADD) sum = add(sum, load_floats(out));
-    store_floats(out, sum);
-    return;
-  }
-  alignas(64) float lanes[WIDTH];
-  store_floats(lanes, sum);
-  for (int i = 0; row + i < op.n; ++i) {
-    if (op.vector) lanes[i] += op.vector[row + i];
-    if (op.flags & ADD) lanes[i] += out[i];
-    out[i] = lanes[i];
-  }
 }
 
 }  // namespace signalbox

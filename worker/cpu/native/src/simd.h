@@ -6,6 +6,7 @@
 
 #include <cfloat>
 #include <cstdint>
+#include <initializer_list>
 
 namespace signalbox {
 
@@ -73,7 +74,9 @@ inline void store_floats(float* at, Floats v) { _mm512_storeu_ps(at, v); }
 inline Floats all_of(float x) { return _mm512_set1_ps(x); }
 inline Floats zero_floats() { return _mm512_setzero_ps(); }
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 inline Floats to_floats(Ints v) { return _mm512_cvtepi32_ps(v); }
 inline Floats load_halves(const void* at) {
@@ -92,7 +95,28 @@ inline Ints widen_signed(const void* bytes) {
 inline Ints load_ints(const void* at) { return _mm512_loadu_si512(at); }
 inline Ints all_of(int x) { return _mm512_set1_epi32(x); }
 inline Ints add(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints multiply(Ints a, Ints b) { return _mm512_mullo_epi32(a, b); }
+// exp8 on sixteen lanes, operation by operation.
+inline Floats exponential(Floats x) {
+  const Floats lowest = all_of(-87.3f);
+  const Floats bounded = _mm512_min_ps(all_of(88.0f), _mm512_max_ps(lowest, x));
+  const Floats n = _mm512_roundscale_ps(multiply(bounded, all_of(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  Floats r = _mm512_fnmadd_ps(n, all_of(0.693359375f), bounded);
+  r = _mm512_fnmadd_ps(n, all_of(-2.12194440e-4f), r);
+  Floats p = all_of(1.0f / 720);
+  for (const float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = multiply_add(p, r, all_of(factor));
+  const Ints power = _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23);
+  const Floats scaled = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), power));
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, lowest, _CMP_NLT_UQ), scaled);
+}
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+// Lanes [low, high) of v, `other` in the others.
+inline Floats only_lanes(Floats v, int low, int high, float other) {
+  const auto first = [](int count) { return count <= 0 ? 0u : count >= 16 ? 0xFFFFu : (1u << count) - 1; };
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(first(high) & ~first(low)), all_of(other), v);
+}
+// Over the lanes in one fixed order: the upper eight onto the lower eight first.
+inline float sum_all(Floats v) { return sum_lanes(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1))); }
+inline float max_all(Floats v) { return max_lanes(_mm256_max_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1))); }
 #else
 constexpr int HALVES = 2;
 using Floats = __m256;
@@ -102,7 +126,9 @@ inline void store_floats(float* at, Floats v) { _mm256_storeu_ps(at, v); }
 inline Floats all_of(float x) { return _mm256_set1_ps(x); }
 inline Floats zero_floats() { return _mm256_setzero_ps(); }
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats subtract(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
 inline Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats to_floats(Ints v) { return _mm256_cvtepi32_ps(v); }
 inline Floats load_halves(const void* at) { return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(at))); }
@@ -119,7 +145,15 @@ inline Ints widen_signed(const void* bytes) {
 inline Ints load_ints(const void* at) { return _mm256_loadu_si256(static_cast<const __m256i*>(at)); }
 inline Ints all_of(int x) { return _mm256_set1_epi32(x); }
 inline Ints add(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-inline Ints multiply(Ints a, Ints b) { return _mm256_mullo_epi32(a, b); }
+inline Floats exponential(Floats x) { return exp8(x); }
+inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+// Lanes [low, high) of v, `other` in the others.
+inline Floats only_lanes(Floats v, int low, int high, float other) {
+  const Ints seen = _mm256_andnot_si256(first_lanes(low), first_lanes(high));
+  return _mm256_blendv_ps(all_of(other), v, _mm256_castsi256_ps(seen));
+}
+inline float sum_all(Floats v) { return sum_lanes(v); }
+inline float max_all(Floats v) { return max_lanes(v); }
 #endif
 constexpr int WIDTH = 16 / HALVES;
 
