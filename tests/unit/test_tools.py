@@ -18,9 +18,8 @@ from services.frontend.tools_message import MessageDelta, MessageReader
 from services.frontend.tools_read import CallDelta, tool_reader
 from services.settings import ToolCallParser
 from tests.support.fake_engine import FakeEngine, fake_context
-from tests.support.http_front import events_of, http_front
+from tests.support.http_front import events_of, http_front, pieces
 from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_served_model
-from tests.unit.test_http import pieces
 from worker.grammar_source import grammar_spec
 
 CITY = {
