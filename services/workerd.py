@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import structlog
 import zmq
@@ -360,6 +360,15 @@ def serve(service: WorkerService, settings: WorkerSettings, stop: StopSignal) ->
         service.step()
 
 
+def end_refused(service: WorkerService) -> NoReturn:
+    """SettingsError with the scheduler's reason. With plans in flight the process ends at once: their device may hang,
+    and Python would wait for the thread that waits for it."""
+    why = f"the scheduler sent this worker away: {service.refused}"
+    if service.launched:
+        end_now(why)
+    raise SettingsError(why)
+
+
 def run(settings: WorkerSettings) -> int:
     """Serve until SIGTERM. Returns the exit code; SettingsError when the scheduler sends this worker away."""
     from services import ranks
@@ -378,7 +387,7 @@ def run(settings: WorkerSettings) -> int:
             service.close()
             status_file.withdraw()
     if service.refused:
-        raise SettingsError(f"the scheduler sent this worker away: {service.refused}")
+        end_refused(service)
     log.info("worker stopped")
     if settings.tensor_parallel_size > 1:
         ranks.leave(0)

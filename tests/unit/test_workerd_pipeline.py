@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from proto.messages import Heartbeat, Phase, Reset, StepResult, WorkerFault
+from proto.messages import Heartbeat, Phase, Reset, Shutdown, StepResult, WorkerFault
+from services import workerd
+from services.settings import SettingsError
 from tests.support.threads import SimPipeline
 from tests.unit.test_workerd import EMPTY, run_dir, scheduler, worker
 
@@ -72,3 +74,21 @@ def test_a_launch_that_fails_ends_the_epoch(scheduler, worker, runner):
     assert "plan 2: RuntimeError: boom" in fault.message
     assert fault.executing
     assert runner.in_flight == 0
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_a_worker_that_is_sent_away_does_not_wait_for_its_device(monkeypatch, scheduler, worker, runner, in_flight):
+    """At Python's end, for the thread that waits for what may hang."""
+    ends = []
+    monkeypatch.setattr(workerd, "end_now", ends.append)
+    header = scheduler.join()
+    if in_flight:
+        scheduler.order(replace(header, number=1), EMPTY)
+        launched(runner)
+    scheduler.order(replace(header, epoch=0), Shutdown(reason="one step took over 120 s"))
+    while not worker.refused:
+        scheduler.expect(scheduler.control, Heartbeat)
+    why = "the scheduler sent this worker away: one step took over 120 s"
+    with pytest.raises(SettingsError, match=why):
+        workerd.end_refused(worker)
+    assert ends == [why] * in_flight
