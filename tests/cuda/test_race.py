@@ -117,11 +117,12 @@ def test_a_way_that_raises_or_is_wrong_is_out(monkeypatch: pytest.MonkeyPatch, c
         assert why in capsys.readouterr().out
 
 
-def test_without_any_way_the_default_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_any_way_the_tile_of_the_self_test_is_taken(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     runs = race(monkeypatch, lambda *_: 1.0, max_tokens=16)
     runs.kernels = Kernels(linear=lambda *_, **__: None)
     monkeypatch.setattr(maps, "scaled_mm", lambda *_: None)
-    assert set(runs.run(weights()).values()) == {TILES[16][0]}
+    assert set(runs.run(weights()).values()) == {linear.FP8}
+    assert "warning" in capsys.readouterr().out
 
 
 def test_blocks_run_by_triton_alone(monkeypatch: pytest.MonkeyPatch) -> None:

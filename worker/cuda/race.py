@@ -12,6 +12,7 @@ from torch import Tensor
 
 from worker.cuda import fallback
 from worker.cuda.backend import GraphBackend
+from worker.cuda.kernels import linear
 from worker.cuda.kernels.numbers import GROUP
 from worker.cuda.kernels.table import Kernels
 from worker.cuda.maps import FP8, SCALED_MM, SIZES, TILES, Activations, Key, Way, groups_of, run
@@ -44,7 +45,8 @@ class Race:
         return found
 
     def _fastest(self, key: Key, maps: list[LinearMap]) -> Way:
-        """The default way unless another is faster; one that fails or is wrong is out."""
+        """The default way unless another is faster; one that fails or is wrong is out. Without any, the tile that the
+        self-test has proven."""
         x = self._activations(key)
         times: dict[Way, float] = {}
         faults: dict[str, str] = {}
@@ -53,10 +55,11 @@ class Race:
                 times[way] = self._seconds(way, x, maps)
             except Exception as error:  # whatever torch or a compiler raises: the way is not there on this chip
                 faults[str(way)] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        best = min(times, key=times.__getitem__) if times else TILES[key.size][0]
+        best = min(times, key=times.__getitem__) if times else linear.FP8
         micros = {str(way): round(seconds * 1e6, 1) for way, seconds in times.items()}
         shape = f"{key.inputs} to {key.outputs}" + (f", scales of {GROUP}" if key.groups > 1 else "")
-        log.info("FP8 map", shape=shape, tokens=len(x.values), way=str(best), microseconds=micros, faults=faults)
+        tell = log.info if times else log.warning
+        tell("FP8 map", shape=shape, tokens=len(x.values), way=str(best), microseconds=micros, faults=faults)
         return best
 
     def _activations(self, key: Key) -> Activations:
