@@ -32,8 +32,11 @@ def test_decode_attention_spills_nothing_and_loads_wide(arch: str, number: int) 
 
 
 @pytest.mark.parametrize(("arch", "products"), [("sm_90", "wgmma"), ("sm_80", "mma")])
-def test_prefill_attention_multiplies_on_tensor_cores(arch: str, products: str) -> None:
-    for report in compiled(arch, "prefill attention"):
+def test_prefill_attention_spills_nothing_and_multiplies_on_tensor_cores(arch: str, products: str) -> None:
+    found = compiled(arch, "prefill attention")
+    assert found
+    for report in found:
+        assert report["spills"] == 0, report
         assert report["products"] == products, report
         assert report["wide"] > 0, report
 

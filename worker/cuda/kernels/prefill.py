@@ -101,5 +101,11 @@ def prefill_attention(
 
 
 def prefill_options(dim: int, arch: int) -> dict[str, int]:
-    """Warps, and key tiles under way. Sums lie in registers: more warps where four would spill them."""
-    return {"num_warps": 8 if dim > (128 if arch >= 90 else 64) else 4, "num_stages": 3 if dim <= 128 else 2}
+    """Warps, and key tiles under way. Sums lie in registers: more warps where four would spill them. Before Hopper
+    eight take all registers that there are, where the compiler would rather spill some than run one program at a time;
+    above 128 only one tile leaves enough of them."""
+    if arch >= 90:
+        return {"num_warps": 8 if dim > 128 else 4, "num_stages": 3 if dim <= 128 else 2}
+    if dim <= 64:
+        return {"num_warps": 4, "num_stages": 3}
+    return {"num_warps": 8, "num_stages": 3 if dim <= 128 else 1, "maxnreg": 255}
