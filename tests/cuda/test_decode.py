@@ -49,6 +49,14 @@ def test_group_sizes(group: int) -> None:
     check(make_case(Shape(group=group, dtype=torch.float32), [1] * len(lengths), lengths), programs=3)
 
 
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("kv", [torch.bfloat16, FP8])
+def test_group_sizes_at_any_head_size(group: int, kv: torch.dtype) -> None:
+    shape = Shape(group=group, dim=random.choice([64, 80, 96, 128, 256]), page=random.choice([16, 32]), kv=kv)
+    lengths = lengths_for(shape.page)
+    check(make_case(shape, [1] * len(lengths), lengths), programs=3)
+
+
 @pytest.mark.parametrize("page", [1, 8, 64, 128])
 def test_pages_narrower_and_wider_than_a_tile(page: int) -> None:
     lengths = [1, 64, 65, 200]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch import Tensor
@@ -93,7 +95,8 @@ def test_gate_to_fp8(monkeypatch: pytest.MonkeyPatch, groups: int) -> None:
 @pytest.mark.parametrize("norms", [True, False])
 def test_rope_and_write(dim: int, kv_type: torch.dtype, norms: bool) -> None:
     dtype = torch.float32 if kv_type == torch.float32 else torch.bfloat16
-    queries, kv_heads, page, blocks, tokens = 5, 2, 16, 4, 7
+    kv_heads, blocks, tokens = 2, 4, 7
+    queries, page = kv_heads * random.randint(1, 8), random.choice([16, 32])
     qkv = torch.randn(tokens, queries + 2 * kv_heads, dim).to(dtype)
     before = qkv.clone()
     scales = torch.rand(2, kv_heads) + 0.5 if kv_type == FP8 else torch.ones(2, kv_heads)
@@ -132,9 +135,11 @@ def test_rope_and_write(dim: int, kv_type: torch.dtype, norms: bool) -> None:
 
 
 @pytest.mark.parametrize("kv_type", [torch.bfloat16, FP8])
-def test_copies(kv_type: torch.dtype) -> None:
-    pool = torch.randn(4, 6, 2, 16, 80).to(kv_type)
-    pool[:, 3] = nan(4, 2, 16, 80, dtype=kv_type)
+@pytest.mark.parametrize("page", [16, 32])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_copies(kv_type: torch.dtype, page: int, dim: int) -> None:
+    pool = torch.randn(4, 6, 2, page, dim).to(kv_type)
+    pool[:, 3] = nan(4, 2, page, dim, dtype=kv_type)
     words = pool.view(torch.int64).view(4, 6, -1)
     before = words.clone()
     copy_blocks(words, torch.tensor([0, 0, 5], dtype=torch.int32), torch.tensor([1, 4, 3], dtype=torch.int32))

@@ -41,7 +41,7 @@ def join(batch: Batch, row: int, known: int, computed: int, blocks: list[int]) -
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("decode_only", [True, False])
 def test_columns(page: int, window: int | None, decode_only: bool) -> None:
-    grammars = GrammarRows(GrammarCompiler(Path("tokenizer.json"), 32))
+    grammars, group = GrammarRows(GrammarCompiler(Path("tokenizer.json"), 32)), random.randint(1, 8)
     batch = Batch(max_rows=MAX_ROWS, max_length=MAX_LENGTH, block_size=page, num_blocks=BLOCKS, grammars=grammars)
     free = random.sample(range(BLOCKS), BLOCKS)
     rows = random.sample(range(MAX_ROWS), 6)
@@ -83,7 +83,7 @@ def test_columns(page: int, window: int | None, decode_only: bool) -> None:
     )  # fmt: skip
     build_columns(
         deltas, torch.from_numpy(batch.tokens), found, padding_count=int(decode_only), page=page,
-        group=3, window=window, null_slot=BLOCKS * page,
+        group=group, window=window, null_slot=BLOCKS * page,
     )  # fmt: skip
     for name, padding in (("token_ids", 0), ("positions", 0), ("slots", BLOCKS * page)):
         values = getattr(found, name).numpy()
@@ -96,5 +96,5 @@ def test_columns(page: int, window: int | None, decode_only: bool) -> None:
     assert lines.lengths.tolist() == [*expected.lengths.tolist(), 0, 0]
     keys = [key_tiles(s + n, window) if n == 1 else 0 for s, n in zip(starts, counts, strict=True)]
     assert lines.key_tile_ends.tolist() == np.cumsum([*keys, 0, 0]).tolist()
-    queries = [-(-n * 3 // LINES) if n > 1 else 0 for n in counts]
+    queries = [-(-n * group // LINES) if n > 1 else 0 for n in counts]
     assert lines.query_tile_ends.tolist() == np.cumsum([*queries, 0, 0]).tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -37,6 +39,14 @@ def test_head_sizes_and_pages(dim: int, page: int, kv: torch.dtype) -> None:
 def test_group_sizes(group: int) -> None:
     counts, lengths = [33, 1, 2, 65], [33, 50, 66, 200]
     check(make_case(Shape(group=group, dtype=torch.float32), counts, lengths, lines=LINES))
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("kv", [torch.bfloat16, FP8])
+def test_group_sizes_at_any_head_size(group: int, kv: torch.dtype) -> None:
+    shape = Shape(group=group, dim=random.choice([64, 80, 96, 128, 256]), page=random.choice([16, 32]), kv=kv)
+    counts, lengths = [shape.page + 1, 1, 2, 0], [shape.page + 1, 50, 2 * shape.page - 1, 0]
+    check(make_case(shape, counts, lengths, lines=LINES))
 
 
 @pytest.mark.parametrize("window", [1, 16, 63, 64, 100, 500])

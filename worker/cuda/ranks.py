@@ -147,7 +147,7 @@ def settings_of(config: WorkerConfig) -> str:
     """What ranks must be told alike."""
     facts = [
         f"{config.tensor_parallel_size} ranks",
-        f"{config.resolved_dtype} with {config.kv_dtype} KV",
+        f"{config.resolved_dtype} with {config.kv_dtype} KV and quantization {config.quantization}",
         f"blocks of {config.block_size}",
         f"{config.max_rows} rows and {config.max_step_tokens} tokens a step",
     ]
