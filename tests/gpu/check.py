@@ -26,9 +26,13 @@ PARTS = (
     "speed.prefilling",
     "right.same_bits",
     "speed.copying",
+    "speed.invariance",
     "speed.batching",
     "speed.serving",
     "service.whole_service",
+    "ranks.two_ranks",
+    "ranks.two_ranks_speed",
+    "ranks.two_ranks_service",
     "peers.hugging_face",
 )
 

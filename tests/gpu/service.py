@@ -20,36 +20,42 @@ ADDRESS = "127.0.0.1:18437"
 
 
 def whole_service(setting: Setting) -> None:
+    """On one GPU."""
+    serve_and_ask(setting, "service", [])
+
+
+def serve_and_ask(setting: Setting, label: str, more: list[str]) -> None:
     """Streams of 32 clients; each asks for tokens by id, greedily, to the full length."""
-    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    shape = TINY | {"vocab_size": VOCAB_SIZE} if setting.dry else SHAPES["0.5B"] | llama
-    folder = setting.folder / "served"
-    folder.mkdir()
-    # Ids beyond this tokenizer's have no text.
-    (folder / "tokenizer.json").write_text(tiny_tokenizer()._tokenizer.to_str())
-    write_tiny(folder, **shape)
-    options = ["--device", "cpu" if setting.dry else "cuda", "--http", ADDRESS, "--grpc", "127.0.0.1:0"]
-    command = [sys.executable, "-m", "services.cli", "up", "--model", str(folder), *options]
-    log = (setting.folder / "up.log").open("wb")
+    command, clients, prompt, output = _up(setting, more), *((2, 8, 4) if setting.dry else (32, 564, 128))
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    begun = time.monotonic()
+    log, begun = (setting.folder / "up.log").open("wb"), time.monotonic()
     with subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as process:
         try:
             _wait_until_ready(process, setting)
-            setting.add("service: ready after", f"{time.monotonic() - begun:.1f} s")
-            clients, prompt, output = (2, 8, 4) if setting.dry else (32, 564, 128)
+            setting.add(f"{label}: ready after", f"{time.monotonic() - begun:.1f} s")
             with ThreadPoolExecutor(clients) as pool:
                 list(pool.map(lambda number: _ask(number, prompt, 2), range(clients)))
                 begun = time.monotonic()
                 counts = list(pool.map(lambda number: _ask(number, prompt, output), range(2 * clients)))
             rate = sum(counts) / (time.monotonic() - begun)
-            whole = counts == [output] * (2 * clients)
-            setting.add(
-                f"service: {prompt} in, {output} out, {clients} at once", f"{rate:,.0f} tokens/s", "all answered", whole
-            )
+            name, whole = f"{label}: {prompt} in, {output} out, {clients} at once", counts == [output] * (2 * clients)
+            setting.add(name, f"{rate:,.0f} tokens/s", "all answered", whole)
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+def _up(setting: Setting, more: list[str]) -> list[str]:
+    """The command that serves a checkpoint of random weights."""
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    shape = TINY | {"vocab_size": VOCAB_SIZE} if setting.dry else SHAPES["0.5B"] | llama
+    folder = setting.folder / "served"
+    folder.mkdir(exist_ok=True)
+    # Ids beyond this tokenizer's have no text.
+    (folder / "tokenizer.json").write_text(tiny_tokenizer()._tokenizer.to_str())
+    write_tiny(folder, **shape)
+    options = ["--device", "cpu" if setting.dry else "cuda", "--http", ADDRESS, "--grpc", "127.0.0.1:0"]
+    return [sys.executable, "-m", "services.cli", "up", "--model", str(folder), *options, *more]
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], setting: Setting) -> None:

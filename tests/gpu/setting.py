@@ -119,6 +119,7 @@ class Setting:
         max_tokens: int = 2048,
         fp8_kv: bool = False,
         fp8: bool = False,
+        invariant: bool = False,
     ) -> PipelinedRunner:
         """An engine on random weights, in FP8 if `fp8`. KV is random too, so that attention over it is a fair one."""
         model, weights = self.model(name, fp8=fp8)
@@ -127,7 +128,7 @@ class Setting:
             max_rows, max_tokens = 4, 24
         config = WorkerConfig(
             model=self.folder, device="cuda", dtype="float32" if self.dry else "bfloat16", max_rows=max_rows,
-            max_step_tokens=max_tokens, enforce_eager=not capture,
+            max_step_tokens=max_tokens, enforce_eager=not capture, batch_invariant=invariant,
         )  # fmt: skip
         maker = EngineMaker(
             config, model, weights, self.backend, kernels=Kernels(), arch=self.arch, capture=capture, name="gpu",

@@ -146,6 +146,16 @@ def _prefilling(setting: Setting, *, fp8: bool) -> None:
     setting.add(label, f"{share:.0%}", "≥ 60 %", share >= 0.6)
 
 
+def invariance(setting: Setting) -> None:
+    """What --batch-invariant costs in decoding."""
+    times = {}
+    for invariant in (False, True):
+        runner = setting.runner("0.5B", capture=True, blocks=blocks_for(setting, 32), max_rows=32, invariant=invariant)
+        times[invariant] = decode_step(setting, runner, 32)
+    value = f"{times[True] / times[False]:.2f} times ({times[True] * 1e3:.2f} ms)"
+    setting.add("0.5B, batch 32: a step with --batch-invariant to without", value)
+
+
 def copying(setting: Setting) -> None:
     """Copy-on-write for n = 16: one block each for 15 siblings, against writing their prompts again."""
     runner = setting.runner("0.5B", capture=False, blocks=64, max_rows=16, max_tokens=64)
