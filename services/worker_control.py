@@ -152,8 +152,9 @@ class ControlThread(threading.Thread):
             self._dealer.send(encode(self._header, self._heartbeat(self._hello.worker)))
             self._next_send = now + BEAT_INTERVAL
         else:
-            self._rejected_before = self._rejected
-            self._dealer.send(encode(Header(), self._hello))
+            if self._ends_at == float("inf"):  # who was sent away does not come back
+                self._rejected_before = self._rejected
+                self._dealer.send(encode(Header(), self._hello))
             self._next_send = now + HELLO_INTERVAL
 
     @property

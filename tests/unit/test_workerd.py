@@ -237,6 +237,20 @@ def test_a_worker_that_is_sent_away_from_a_step_that_hangs_ends(monkeypatch, sch
     runner.hold.set()
 
 
+def test_a_worker_that_is_sent_away_does_not_offer_itself_again(monkeypatch, scheduler, worker, runner):
+    """The scheduler says that it does not know it, as it answers each heartbeat of one that it has given up."""
+    monkeypatch.setattr(worker_control, "OBEY_SECONDS", 60.0)
+    header = begin_long_step(scheduler, runner)
+    scheduler.order(replace(header, epoch=0), Shutdown(reason="one step took over 120 s"))
+    scheduler.order(replace(header, epoch=0), Reset())
+    while worker.control._joined:
+        pass
+    scheduler.order(replace(header, epoch=3), Reset())
+    while scheduler.beat()[0].epoch != 3:  # a hello before it would be refused here
+        pass
+    runner.hold.set()
+
+
 def test_a_scheduler_that_does_not_know_the_worker_gets_its_hello_again(scheduler, worker):
     scheduler.join()
     scheduler.order(Header(session=10), Reset())
