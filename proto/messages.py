@@ -74,7 +74,7 @@ class RefusalCode(IntEnum):
 
 
 class Phase(IntEnum):
-    """What a worker is doing, as told by its heartbeat."""
+    """What a worker is doing, as told by its heartbeat. LOADING: it has not begun the epoch of its newest Reset."""
 
     LOADING = 1
     IDLE = 2

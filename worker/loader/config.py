@@ -53,7 +53,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
-    """How a folder in FP8 came to be; None for all others."""
+    """Which form of FP8 checkpoint it is (loader/quantization.py); None for plain numbers and for GGUF files."""
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         """Bytes of keys and values that one token takes over all layers."""
