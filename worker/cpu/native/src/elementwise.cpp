@@ -142,17 +142,18 @@ void norm(const Op& op, const Activations& blocks, int tokens, int token, int so
 void gate(const Op& op, const Activations& blocks, int tokens, int token, int first, int last) {
   const float* gates = op.in + static_cast<size_t>(token) * op.in_stride;
   const float* ups = gates + op.k;
-  float* out = op.out + static_cast<size_t>(token) * op.out_stride;
+  alignas(64) float columns[GATE_COLUMNS];
+  const bool to_blocks = op.flags & TO_BLOCKS;
+  float* out = to_blocks ? columns : op.out + static_cast<size_t>(token) * op.out_stride + first;
   int i = first;
-  for (; i + WIDTH <= last; i += WIDTH) {
+  for (; i + WIDTH <= last; i += WIDTH, out += WIDTH) {
     const Floats x = load_floats(gates + i);
     const Floats decay = exponential(subtract(zero_floats(), x));
     const Floats silu = divide(x, add(all_of(1.0f), decay));
-    store_floats(out + i, multiply(silu, load_floats(ups + i)));
+    store_floats(out, multiply(silu, load_floats(ups + i)));
   }
-  for (; i < last; ++i) out[i] = gates[i] / (1.0f + exp1(-gates[i])) * ups[i];
-  if (op.flags & TO_BLOCKS)
-    quantise_blocks(out + first, first / BLOCK, last / BLOCK, op.k / BLOCK, blocks, tokens, token);
+  for (; i < last; ++i) *out++ = gates[i] / (1.0f + exp1(-gates[i])) * ups[i];
+  if (to_blocks) quantise_blocks(columns, first / BLOCK, last / BLOCK, op.k / BLOCK, blocks, tokens, token);
 }
 
 void rope(const Op& op, const Model& model, const Step& step, int token) {

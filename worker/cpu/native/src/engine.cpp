@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "activations.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "formats.h"
@@ -19,8 +20,8 @@ namespace {
 
 // Pieces of a linear map for each thread.
 constexpr int PIECES = 4;
-// Columns of one piece of a gate: whole blocks.
-constexpr int GATE_COLUMNS = 256;
+// Up to so many tokens, each is a piece of its own; more go by tiles, which lie together in memory (activations.h).
+constexpr int SINGLE_TOKENS = 8;
 
 }  // namespace
 
@@ -44,7 +45,7 @@ class Engine {
     const size_t rounds = (rows + model_.head_rows - 1) / model_.head_rows;
     reserve(forward_.size() + 1 + rounds * (head_.size() + 1));
     Work* work = prepare(works_.get(), forward_, step.tokens);
-    (work++)->reset(step.tokens);
+    (work++)->reset(token_pieces(step.tokens));
     for (int first = 0; first < rows; first += model_.head_rows) {
       const int count = std::min(model_.head_rows, rows - first);
       work = prepare(work, head_, count);
@@ -79,10 +80,24 @@ class Engine {
       case ATTENTION:
         return static_cast<int>(items_.size());
       case GATE:
-        return tokens * gate_pieces(op);
+        return token_pieces(tokens) * gate_pieces(op);
       default:
-        return tokens;
+        return token_pieces(tokens);
     }
+  }
+
+  static int token_pieces(int tokens) { return tokens <= SINGLE_TOKENS ? tokens : Tiles(tokens).count; }
+
+  // Calls body(token) for the tokens of piece `piece` of all.
+  template <typename Body>
+  static void each_token(int tokens, int piece, const Body& body) {
+    const int pieces = token_pieces(tokens);
+    for (int token = tokens * piece / pieces; token < tokens * (piece + 1) / pieces; ++token) body(token);
+  }
+
+  template <typename Body>
+  static void by_tokens(int tokens, Work& work, const Body& body) {
+    work.share([&](int piece) { each_token(tokens, piece, body); });
   }
 
   // Pieces of a linear map are cut between pairs of panels, which the float kernels take together.
@@ -105,7 +120,7 @@ class Engine {
       settle();
     };
     play(forward_, step.tokens, nullptr);
-    (work++)->share([&](int token) {
+    by_tokens(step.tokens, *work++, [&](int token) {
       const float* state = model_.hidden_states + static_cast<size_t>(token) * model_.hidden;
       step.token_finite[token] = all_finite(state, model_.hidden);
     });
@@ -126,25 +141,26 @@ class Engine {
   void execute(const Op& op, const Step& step, int tokens, const int32_t* sources, Work& work, int thread) {
     switch (op.kind) {
       case EMBED:
-        return work.share([&](int token) { embed(op, step, token); });
+        return by_tokens(tokens, work, [&](int token) { embed(op, step, token); });
       case NORM:
-        return work.share(
-            [&](int token) { norm(op, model_.activations, tokens, token, sources ? sources[token] : token); });
+        return by_tokens(tokens, work, [&](int token) {
+          norm(op, model_.activations, tokens, token, sources ? sources[token] : token);
+        });
       case LINEAR:
         return linear(op, tokens, work);
       case ROPE:
-        return work.share([&](int token) { rope(op, model_, step, token); });
+        return by_tokens(tokens, work, [&](int token) { rope(op, model_, step, token); });
       case ATTENTION:
         return work.share([&](int i) { attend(op, model_, step, items_[i], attentions_[thread]); });
       case GATE: {
         const int parts = gate_pieces(op);
         return work.share([&](int i) {
-          const int first = i % parts * GATE_COLUMNS;
-          gate(op, model_.activations, tokens, i / parts, first, std::min(first + GATE_COLUMNS, op.k));
+          const int first = i % parts * GATE_COLUMNS, last = std::min(first + GATE_COLUMNS, op.k);
+          each_token(tokens, i / parts, [&](int token) { gate(op, model_.activations, tokens, token, first, last); });
         });
       }
       case QUANTISE:
-        return work.share([&](int token) {
+        return by_tokens(tokens, work, [&](int token) {
           quantise_row(op.in + static_cast<size_t>(token) * op.in_stride, op.k, model_.activations, tokens, token);
         });
     }

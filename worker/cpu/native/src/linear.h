@@ -12,4 +12,7 @@ namespace signalbox {
 void linear_float(const Op& op, int tokens, int first, int last);
 void linear_quantised(const Op& op, const Activations& in, int tokens, int first, int last);
 
+// The sums of `count` rows from `row` on, whole panels, become outputs of one token, whose first is `out`.
+void finish(const Op& op, const float* sums, int count, int row, float* out);
+
 }  // namespace signalbox

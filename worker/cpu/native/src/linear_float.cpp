@@ -85,24 +85,15 @@ void tiles(const uint8_t* panel, size_t bytes, const float* in, int stride, int 
   }
 }
 
-void finish(const Op& op, const float* sums, int tokens, int row, float* out) {
-  const int count = std::min(PANEL, op.n - row);
-  for (int token = 0; token < tokens; ++token, sums += PANEL, out += op.out_stride) {
-    for (int i = 0; i < count; ++i) {
-      float value = sums[i];
-      if (op.vector) value += op.vector[row + i];
-      if (op.flags & ADD) value += out[row + i];
-      out[row + i] = value;
-    }
-  }
-}
-
 // `P` panels of up to TOKENS tokens.
 template <int FORMAT, int P>
 void block(const Op& op, const float* in, int tokens, int panel, float* out) {
   alignas(64) float sums[P * TOKENS * PANEL];
   const size_t bytes = panel_bytes(FORMAT, op.k);
   const uint8_t* weights = static_cast<const uint8_t*>(op.weights) + panel * bytes;
+  // The outputs' lines come while the sums are computed.
+  for (int token = 0; token < tokens; ++token)
+    for (int p = 0; p < P; ++p) expect(out + static_cast<size_t>(token) * op.out_stride + (panel + p) * PANEL);
   for (int p = 0; p < P; ++p) std::fill_n(sums + p * TOKENS * PANEL, tokens * PANEL, 0.0f);
   const int step = tokens > TILE ? COLUMNS : op.k;
   for (int column = 0; column < op.k; column += step) {
@@ -110,7 +101,10 @@ void block(const Op& op, const float* in, int tokens, int panel, float* out) {
     const uint8_t* next = weights + (step == op.k ? AHEAD : end < op.k ? end * column_bytes(FORMAT) : P * bytes);
     tiles<FORMAT, P>(weights, bytes, in, op.in_stride, tokens, column, end, next, sums);
   }
-  for (int p = 0; p < P; ++p) finish(op, sums + p * TOKENS * PANEL, tokens, (panel + p) * PANEL, out);
+  for (int p = 0; p < P; ++p)
+    for (int token = 0; token < tokens; ++token)
+      finish(op, sums + (p * TOKENS + token) * PANEL, PANEL, (panel + p) * PANEL,
+             out + static_cast<size_t>(token) * op.out_stride);
 }
 
 template <int FORMAT>
