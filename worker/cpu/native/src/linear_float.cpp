@@ -49,7 +49,8 @@ inline void tile(const uint8_t* panel, size_t bytes, const float* in, int stride
     for (int v = 0; v < V; ++v) sum[r][v] = load_floats(at(r, v));
   for (int column = begin; column < end; ++column, ahead.at += ahead.step) {
     Floats weights[V];
-    for (int p = 0; p < P; ++p) expect(ahead.at + p * bytes);
+    if constexpr (R > 1 || FORMAT != F32)  // one token's floats: the processor sees that they are read from end to end
+      for (int p = 0; p < P; ++p) expect(ahead.at + p * bytes);
     for (int v = 0; v < V; ++v) weights[v] = load_column<FORMAT>(panel + v / HALVES * bytes, column, v % HALVES);
     for (int r = 0; r < R; ++r) {
       const Floats value = all_of(in[static_cast<size_t>(r) * stride + column]);
