@@ -21,7 +21,7 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 # How a grammar is written: a JSON schema, a regular expression, or Lark as the llguidance library reads it.
 GRAMMAR_KINDS = ("json_schema", "regex", "lark")

@@ -25,7 +25,7 @@ from scheduler.metrics import metrics
 from scheduler.sequence import LogprobEntry, Sequence
 from scheduler.state import Frontend, SchedulerState
 
-BEAT_SLACK = 0.2  # seconds that a beat may come early, when something else happens
+BEAT_SLACK = 1 / 3  # of the interval: that a beat may come early, when something else happens
 MAX_FRAME_TOKENS = 65_536  # a frame holds so many tokens and ends at most; the rest follows in the next one
 
 Frames = list[Outgoing[SchedulerToFrontend]]
@@ -47,7 +47,7 @@ def frames(state: SchedulerState) -> Frames:
 
 def beat_due(state: SchedulerState, now: float) -> bool:
     """Whether it is time for a beat, or nearly (so that an idle scheduler wakes less often), or readiness changed."""
-    return now >= state.next_beat - BEAT_SLACK or state.ready != state.told_ready
+    return now >= state.next_beat - BEAT_SLACK * state.config.beat_interval or state.ready != state.told_ready
 
 
 def beats(state: SchedulerState, now: float) -> Frames:

@@ -10,6 +10,7 @@ import msgpack
 import pytest
 from typer.testing import CliRunner
 
+from proto.messages import SCHEMA_VERSION
 from scheduler import advance as advance_module
 from scheduler.errors import SchedulerError
 from services import cli
@@ -144,7 +145,7 @@ def test_the_command_tells_stories_and_speaks_json(recorded):
         (b"\xc1", "is damaged"),
         (msgpack.packb({"format": "signalbox event log", "version": 99, "release": "9"}), "replay it with the release"),
         (
-            msgpack.packb({"format": "signalbox event log", "version": 1, "schema": 1, "release": "9"}),
+            msgpack.packb({"format": "signalbox event log", "version": 1, "schema": SCHEMA_VERSION, "release": "9"}),
             "has a header of another form",
         ),
     ],

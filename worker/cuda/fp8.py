@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from worker.cuda.fallback import FP8, to_fp8
-from worker.cuda.kernels.numbers import FP8_MAX
-from worker.loader.tensors import TensorEntry
+from worker.cuda.kernels.numbers import FP8_MAX, GROUP
+from worker.loader.tensors import SCALE_BLOCK, TensorEntry
 from worker.models.dequantize import read_all, stack_fp8
 
 log = structlog.get_logger()
 # Values that are in float32 at once.
 PART = 2**22
+
+assert GROUP == SCALE_BLOCK, "the kernels take the blocks of checkpoints as they are"
 
 
 class Fp8Matrices:

@@ -31,7 +31,7 @@ from scheduler.events import FromFrontend
 from services.bench.faults.peers import Process, StreamViolation, Surroundings
 from services.bench.faults.strict_worker import EOS, expected_output
 
-FRONTEND_BEAT_SECONDS = 0.5
+FRONTEND_BEAT_SECONDS = 0.6
 
 
 @dataclass(eq=False)

@@ -49,7 +49,7 @@ LIKELY: list[Message] = [
     vllm.AbortRequest(request_ids=["r", "s"]),
     vllm.GetLoadsRequest(dp_rank=0),
 ]
-# What a call may end with: all but what says that the server is at fault, or that nobody can tell.
+# What no call may end with: it says that the server is at fault, or nothing that anybody can use.
 FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
