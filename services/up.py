@@ -73,19 +73,30 @@ def check_addresses(settings: UpSettings) -> None:
     if settings.http == settings.grpc and settings.http.port:
         raise SettingsError(f"--http and --grpc are both {settings.http}; give them different ports")
     for flag, address in (("--http", settings.http), ("--grpc", settings.grpc)):
+        with _bound(flag, address, socket.SO_REUSEADDR, listen=True):
+            pass
+
+
+def _bound(flag: str, address: Address, *options: int, listen: bool = False) -> socket.socket:
+    """A socket with these options at the address that `flag` gave; SettingsError when it cannot be had."""
+    with ExitStack() as failing:
         try:
             family, kind, protocol, _, where = socket.getaddrinfo(
                 address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(where)
-                probe.listen(1)
+            bound = failing.enter_context(socket.socket(family, kind, protocol))
+            for option in options:
+                bound.setsockopt(socket.SOL_SOCKET, option, 1)
+            bound.bind(where)
+            if listen:
+                bound.listen(1)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise SettingsError(
                 f"cannot listen on {address} ({reason}); choose another with {flag} HOST:PORT"
             ) from error
+        failing.pop_all()
+        return bound
 
 
 @contextmanager
@@ -97,14 +108,17 @@ def chosen_ports(settings: UpSettings) -> Iterator[UpSettings]:
     with ExitStack() as held:
         addresses = {}
         for name, address in (("http", settings.http), ("grpc", settings.grpc)):
-            family, kind, protocol, _, where = socket.getaddrinfo(
-                address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            )[0]
-            keeper = held.enter_context(socket.socket(family, kind, protocol))
-            keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            keeper.bind(where)  # it never listens, so it gets no connections
+            keeper = held.enter_context(_kept(f"--{name}", address))
             addresses[name] = Address(address.host, keeper.getsockname()[1])
         yield dataclasses.replace(settings, http=addresses["http"], grpc=addresses["grpc"])
+
+
+def _kept(flag: str, address: Address) -> socket.socket:
+    """A socket that keeps the address for frontends that share it; it never listens, so it gets no connections."""
+    try:
+        return _bound(flag, address, socket.SO_REUSEPORT)
+    except SettingsError:  # connections of a former server may be closed there and not yet forgotten
+        return _bound(flag, address, socket.SO_REUSEADDR, socket.SO_REUSEPORT)
 
 
 def find_model(model: str, progress: Progress) -> Path:

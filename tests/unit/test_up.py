@@ -108,6 +108,26 @@ def test_several_frontends_share_ports_that_are_kept_for_them(tmp_path: Path) ->
         assert "--no-share-ports" in up.children_of(dataclasses.replace(alone, run_dir=tmp_path))[-1].arguments
 
 
+def test_several_frontends_follow_at_once_on_a_server_whose_connections_are_not_yet_forgotten() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as former:
+        address = Address("127.0.0.1", former.getsockname()[1])
+        client = socket.create_connection((address.host, address.port))
+        former.accept()[0].close()
+        client.recv(1)
+        client.close()
+    settings = UpSettings(frontends=2, http=address, grpc=Address("127.0.0.1", 0))
+    up.check_addresses(settings)
+    with up.chosen_ports(settings) as chosen:
+        assert chosen.http == address
+
+
+def test_a_port_that_was_taken_since_is_named_with_its_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        settings = UpSettings(frontends=2, http=Address("127.0.0.1", taken.getsockname()[1]))
+        with pytest.raises(SettingsError, match="--http HOST:PORT"), up.chosen_ports(settings):
+            pass
+
+
 def test_the_printed_lines_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     settings = UpSettings(kv_cache_memory=ByteSize(512 * 2**20))
