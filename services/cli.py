@@ -37,7 +37,6 @@ app.add_typer(models_app, name="models")
 demo_app = typer.Typer(no_args_is_help=True, **PLAIN)
 app.add_typer(bench_app, name="bench")
 app.add_typer(demo_app, name="demo")
-offline_cli.register(app)
 bench_cli.register(bench_app)
 endurance_cli.register(bench_app)
 demo_cli.register(demo_app)
@@ -62,7 +61,10 @@ Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer;
 
 @app.callback()
 def signalbox() -> None:
-    """Serve large language models; `signalbox up` is the place to start."""
+    """Serve large language models; `signalbox up` is the place to start.
+
+    In a clone, `./signalbox test` checks the code, and `./signalbox install` only installs what it needs.
+    """
 
 
 @app.command(context_settings={"max_content_width": 110})
@@ -187,7 +189,12 @@ def run_batch(
         Path | None,
         typer.Option("--output", "-o", metavar="FILE", help="For the answers.", show_default="FILE.out.jsonl"),
     ] = None,
-    url: Url = "",
+    url: Annotated[
+        str,
+        typer.Option(
+            envvar="SIGNALBOX_URL", help="A server that runs; default: an engine for the run.", show_default=False
+        ),
+    ] = "",
     model: Annotated[
         str, typer.Option(help="Without --url: the model of the engine that is started for the run.")
     ] = DEFAULT_MODEL,
@@ -201,12 +208,16 @@ def run_batch(
     from services import run_batch as batch
 
     out = output or file.with_name(file.name.removesuffix(".jsonl") + ".out.jsonl")
-    batch.read_lines(file)  # what is wrong with the file is told before an engine starts
+    batch.read_lines(file)  # what is wrong with the files is told before an engine starts
+    batch.check_output(file, out)
     with ExitStack() as stack:
         if not url:
             url = f"http://{stack.enter_context(local_server.local_server(model)).http}"
         lines, failed = asyncio.run(batch.run(url, file, out, at_once=at_once))
     typer.echo(f"{out}: {lines} answers, {failed} of them errors")
+
+
+offline_cli.register(app)
 
 
 @models_app.command("list")

@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 import orjson
+from yarl import URL
 
 from services import status
 from services.settings import DEFAULT_HTTP, runtime_base
@@ -54,6 +55,25 @@ def running_server() -> str:
     return f"http://{addresses[0]}"
 
 
+def server_url(given: str) -> str:
+    """The base URL for what --url says: without a slash at its end, and without the /v1 that `up` prints for SDKs.
+    ClientError when it is no URL."""
+    try:
+        url = URL(given)
+        valid = url.scheme in ("http", "https") and bool(url.host)
+    except ValueError:
+        valid = False
+    if not valid:
+        raise ClientError(f"--url {given} is not a server's URL; write http://HOST:PORT")
+    return given.rstrip("/").removesuffix("/v1")
+
+
+def key_headers() -> dict[str, str]:
+    """The header for servers that ask for a key: the one in SIGNALBOX_API_KEY, if any."""
+    key = os.environ.get("SIGNALBOX_API_KEY", "").strip()
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
 class Client:
     """One conversation partner at `url`. Use `Client.open(url)`; its calls raise ClientError."""
 
@@ -65,12 +85,11 @@ class Client:
     @asynccontextmanager
     async def open(cls, url: str) -> AsyncIterator[Client]:
         """A client whose connections end with the context; failures to connect become ClientErrors."""
+        url = server_url(url)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
         try:
-            key = os.environ.get("SIGNALBOX_API_KEY", "").strip()
-            headers = {"authorization": f"Bearer {key}"} if key else {}
-            async with aiohttp.ClientSession(timeout=timeout, headers=headers) as session:
-                yield cls(url.rstrip("/"), session)
+            async with aiohttp.ClientSession(timeout=timeout, headers=key_headers()) as session:
+                yield cls(url, session)
         except aiohttp.ClientConnectorError as error:
             raise ClientError(f"no server answers at {url}; start one with: signalbox up") from error
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -79,13 +98,13 @@ class Client:
     async def model(self) -> str:
         """The name of the model that the server offers."""
         async with self._session.get(f"{self.url}/v1/models") as answer:
-            await _raise_for_error(answer)
+            await raise_for_error(answer)
             return str((await answer.json())["data"][0]["id"])
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """POST `body` and yield the choice of each chunk of the answer."""
         async with self._session.post(f"{self.url}{path}", json={**body, "stream": True}) as answer:
-            await _raise_for_error(answer)
+            await raise_for_error(answer)
             async for line in answer.content:
                 data = line.strip().removeprefix(b"data:").strip()
                 if data in (b"", b"[DONE]"):
@@ -97,7 +116,8 @@ class Client:
                     yield choice
 
 
-async def _raise_for_error(answer: aiohttp.ClientResponse) -> None:
+async def raise_for_error(answer: aiohttp.ClientResponse) -> None:
+    """ClientError with the server's own words when it refuses."""
     if answer.status == 200:
         return
     text = await answer.text()

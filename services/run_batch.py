@@ -19,7 +19,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from services.console import ClientError
+from services.console import ClientError, key_headers, raise_for_error, server_url
 from services.progress import Progress
 
 URLS = ("/v1/chat/completions", "/v1/completions")
@@ -53,6 +53,16 @@ def read_lines(file: Path) -> list[Line]:
             first = seen[line.custom_id]
             raise ClientError(f"{file}: lines {first} and {line.number} have the same custom_id {line.custom_id!r}")
     return lines
+
+
+def check_output(file: Path, out: Path) -> None:
+    """ClientError when the answers to `file` cannot be written to `out`."""
+    if not out.parent.is_dir():
+        raise ClientError(f"--output {out}: there is no folder {out.parent}; make it, or choose another")
+    if out.is_dir():
+        raise ClientError(f"--output {out} is a folder; give a file in it")
+    if out.exists() and out.samefile(file):
+        raise ClientError(f"--output {out} is the file of the requests; choose another")
 
 
 def _line(number: int, text: bytes) -> Line:
@@ -143,9 +153,12 @@ async def run(url: str, file: Path, out: Path, *, at_once: int) -> tuple[int, in
     Raises ClientError when the files cannot be used or the server goes away; a second run then goes on.
     """
     lines = read_lines(file)
+    check_output(file, out)
+    url = server_url(url)
     with Journal(out.with_name(out.name + ".part"), lines) as journal, Bar(len(lines), len(journal)) as bar:
         waiting = iter([line for line in lines if line not in journal])
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=10)) as session:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+        async with aiohttp.ClientSession(timeout=timeout, headers=key_headers()) as session:
             sender = Sender(session, url)
 
             async def client() -> None:
@@ -177,17 +190,17 @@ class Sender:
     """Asks the server at `url`."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session, self._url = session, url.rstrip("/")
+        self._session, self._url = session, url
         self._model: str | None = None
 
     async def answer(self, line: Line) -> bytes:
         """The line of the output for one line of the input. ClientError when the server has gone."""
         if line.problem is not None:
             return answer_line(line, error=line.problem)
-        body = line.body if "model" in line.body else {**line.body, "model": await self._default_model()}
         pause = FIRST_PAUSE
         for attempt in range(ATTEMPTS):
             try:
+                body = line.body if "model" in line.body else {**line.body, "model": await self._default_model()}
                 async with self._session.post(self._url + line.url, json=body) as response:
                     data = await response.read()
                     last = attempt == ATTEMPTS - 1
@@ -207,6 +220,7 @@ class Sender:
         """The model that the server offers, for bodies that name none."""
         if self._model is None:
             async with self._session.get(f"{self._url}/v1/models") as response:
+                await raise_for_error(response)
                 self._model = str((await response.json())["data"][0]["id"])
         return self._model
 

@@ -53,6 +53,19 @@ async def test_generate_prints_what_comes(capsys: pytest.CaptureFixture[str]) ->
     assert seen == [{**expected, "temperature": 0.0}]
 
 
+@pytest.mark.parametrize("end", ["/", "/v1", "/v1/"])
+async def test_the_address_that_up_prints_is_a_url_too(end: str, capsys: pytest.CaptureFixture[str]) -> None:
+    async with server([chunk("."), "[DONE]"]) as url:
+        await console.generate(url + end, "", ["a"], SAMPLING)
+    assert capsys.readouterr().out == ".\n"
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "nonsense", "ftp://host", "http://", "http://host:port"])
+async def test_what_is_no_url_is_told(url: str) -> None:
+    with pytest.raises(ClientError, match="is not a server's URL; write http://HOST:PORT"):
+        await console.generate(url, "", ["a"], SAMPLING)
+
+
 async def test_several_prompts_are_set_apart(capsys: pytest.CaptureFixture[str]) -> None:
     async with server([chunk("!"), "[DONE]"]) as url:
         await console.generate(url, "smol", ["a", "b"], SAMPLING)

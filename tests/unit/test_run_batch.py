@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from proto.messages import Add, RefusalCode
 from services import run_batch
 from services.console import ClientError
+from services.frontend.auth import ApiKeys
 from services.frontend.types import RequestRefused
 from tests.support.fake_engine import FakeEngine, fake_context
 from tests.support.http_front import Front, http_front
@@ -128,3 +130,44 @@ async def test_what_cannot_be_run_is_told(tmp_path: Path, monkeypatch: pytest.Mo
         await run_batch.run("http://127.0.0.1:9", file, out, at_once=1)
     with pytest.raises(ClientError, match=r"does not answer .* run the same again to go on"):
         await run_batch.run("http://127.0.0.1:9", write(file, request("a")), out, at_once=1)
+
+
+async def test_answers_go_to_a_file_of_their_own(tmp_path: Path) -> None:
+    file = write(tmp_path / "in.jsonl", request("a"))
+    before = file.read_text()
+    (tmp_path / "link.jsonl").symlink_to(file)
+    refused = {
+        file: "is the file of the requests",
+        tmp_path / "link.jsonl": "is the file of the requests",
+        tmp_path: "is a folder",
+        tmp_path / "none" / "out.jsonl": "there is no folder",
+    }
+    for out, why in refused.items():
+        with pytest.raises(ClientError, match=f"--output .* {why}"):
+            await run_batch.run("http://127.0.0.1:9", file, out, at_once=1)
+    assert file.read_text() == before
+    assert sorted(os.listdir(tmp_path)) == ["in.jsonl", "link.jsonl"]
+
+
+async def test_a_server_with_keys_gets_the_key_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, out = write(tmp_path / "in.jsonl", request("a", body={"prompt": [5]})), tmp_path / "out.jsonl"
+    context = fake_context(FakeEngine(WORDS))
+    object.__setattr__(context, "keys", ApiKeys(["secret-of-the-test"]))
+    async with http_front(context) as front:
+        monkeypatch.delenv("SIGNALBOX_API_KEY", raising=False)
+        with pytest.raises(ClientError, match="the server answers 401"):
+            await run_batch.run(url_of(front), file, out, at_once=1)
+        monkeypatch.setenv("SIGNALBOX_API_KEY", "secret-of-the-test")
+        await run_batch.run(url_of(front), file, out, at_once=1)
+    assert answers_in(out)[0]["response"]["status_code"] == 200
+
+
+async def test_a_server_that_is_gone_is_told_for_a_line_without_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_batch, "FIRST_PAUSE", 0.0)
+    file = write(tmp_path / "in.jsonl", request("a", body={"prompt": [5]}))
+    with pytest.raises(ClientError, match="does not answer"):
+        await run_batch.run("http://127.0.0.1:9", file, tmp_path / "out.jsonl", at_once=1)
