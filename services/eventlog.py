@@ -245,7 +245,7 @@ class LogFile:
         objects = _objects(path)
         first = next(objects, None)
         if not isinstance(first, dict) or first.get("format") != FORMAT:
-            raise EventLogError(f"{path} is not an event log: record one with signalbox-scheduler --record FILE")
+            raise EventLogError(f"{path} is not an event log: record one with `signalbox up --record FILE`")
         for name, ours in (("version", FORMAT_VERSION), ("schema", SCHEMA_VERSION)):
             if first.get(name) != ours:
                 raise EventLogError(

@@ -44,15 +44,14 @@ def save(run_dir: Path | None, output: Path | None, timeout: float = TIMEOUT) ->
 
 
 def story(run_dir: Path | None, request: str) -> list[str]:
-    """What happened to a request, from the scheduler's memory. SaveEventsError when nothing is known of it."""
+    """What happened to a request, from the scheduler's memory; `request` may also be the prefixed id of an HTTP answer.
+    SaveEventsError when nothing is known of it."""
     with tempfile.TemporaryDirectory(prefix="signalbox-story-") as folder:
         log = LogFile.open(save(run_dir, Path(folder) / "now.events"))
-        lines = replay(log, story_of=request).story
-    if not lines:
-        raise SaveEventsError(
-            f"the scheduler's memory holds no request {request!r}; --event-memory says how far it goes"
-        )
-    return lines
+        for name in dict.fromkeys((request, request.removeprefix("chatcmpl-").removeprefix("cmpl-"))):
+            if lines := replay(log, story_of=name).story:
+                return lines
+    raise SaveEventsError(f"the scheduler's memory holds no request {request!r}; --event-memory says how far it goes")
 
 
 def _scheduler(run_dir: Path | None) -> tuple[Path, int]:

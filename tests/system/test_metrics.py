@@ -165,6 +165,8 @@ def test_an_operator_can_ask_for_a_requests_story(busy):
         assert "waiting (added)" in line
         assert "running (admitted by" in line
         assert "ended (worker stop: length)" in line
+    of_the_answer = subprocess.run([*command, "cmpl-story-1"], capture_output=True, text=True, timeout=60)
+    assert of_the_answer.stdout == told.stdout
     unknown = subprocess.run([*command, "story-2"], capture_output=True, text=True, timeout=60)
     assert unknown.returncode == 1
     assert "holds no request 'story-2'" in unknown.stderr

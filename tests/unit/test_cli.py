@@ -40,6 +40,20 @@ def test_help_of_every_command(command: str) -> None:
     assert result.output.startswith(f"Usage: signalbox {command}")
 
 
+def test_help_begins_with_the_command_to_start_with() -> None:
+    commands = CliRunner().invoke(cli.app, ["--help"]).output.partition("Commands:\n")[2]
+    assert commands.split()[0] == "up"
+
+
+def test_help_of_the_tests_runs_none(repo: Path) -> None:
+    told = subprocess.run([repo / "signalbox", "test", "--help"], capture_output=True, text=True, timeout=60)
+    assert told.returncode == 0
+    assert told.stdout.startswith("Usage: signalbox test")
+    flags = set(re.findall(r"^      (--[a-z0-9]+)\) skipped=", (repo / "signalbox").read_text(), re.MULTILINE))
+    assert flags
+    assert flags | {"--help"} == set(re.findall(r"^  (--[a-z0-9]+) ", told.stdout, re.MULTILINE))
+
+
 def test_every_option_has_a_help_text() -> None:
     import typer
 
