@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.support.checkpoints import write_tiny
 from worker.config import WorkerConfig
 from worker.cuda.memory import plan_memory
 from worker.errors import ConfigError
-from worker.load import load_runner
+from worker.load import load_runner, open_for_ranks
 
 EIGHT_B = {"memory": 80 * 10**9, "weights": 16_060_522_496, "block_size": 16, "block_bytes": 16 * 131_072}
 
@@ -56,12 +57,20 @@ def test_no_room_for_a_block(share: float, kv: int | None, words: str) -> None:
         plan_memory(**EIGHT_B, share=share, activations=0, graphs=0, kv_cache_memory=kv)
 
 
+def test_ranks_have_as_many_blocks_as_fit_the_smallest() -> None:
+    plan = plan_memory(**EIGHT_B, share=0.9, activations=0, graphs=0, kv_cache_memory=None)
+    agreed = plan.with_blocks(lambda blocks: blocks - 100)
+    assert (agreed.num_blocks, agreed.kv) == (plan.num_blocks - 100, plan.kv - 100 * plan.kv // plan.num_blocks)
+
+
 def test_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     config = WorkerConfig(model=write_tiny(tmp_path / "model"), device="cuda")
     assert (config.resolved_window, config.resolved_dtype) == (2, "bfloat16")
     with pytest.raises(ConfigError, match=r"--device cuda cannot be used: this torch is a build for CPUs"):
         load_runner(config)
+    with pytest.raises(ConfigError, match=r"--device cuda cannot be used"):
+        open_for_ranks(replace(config, tensor_parallel_size=2), all_here=True)
 
 
 def test_options_reach_the_worker(tmp_path: Path) -> None:
