@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,8 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self._stream.close()
+        if not self._end:
+            self.file.unlink(missing_ok=True)
 
     def __contains__(self, line: Line) -> bool:
         return line.number in self._places
@@ -159,7 +161,7 @@ async def run(url: str, file: Path, out: Path, *, at_once: int) -> tuple[int, in
         waiting = iter([line for line in lines if line not in journal])
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
         async with aiohttp.ClientSession(timeout=timeout, headers=key_headers()) as session:
-            sender = Sender(session, url)
+            sender = Sender(session, url, bar.tell)
 
             async def client() -> None:
                 for line in waiting:
@@ -189,8 +191,8 @@ def _write_whole(out: Path, answers: Iterator[bytes]) -> None:
 class Sender:
     """Asks the server at `url`."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session, self._url = session, url
+    def __init__(self, session: aiohttp.ClientSession, url: str, tell: Callable[[str], None]) -> None:
+        self._session, self._url, self._tell = session, url, tell
         self._model: str | None = None
 
     async def answer(self, line: Line) -> bytes:
@@ -207,11 +209,13 @@ class Sender:
                     if response.status not in RETRIED or last:
                         return answer_line(line, status=response.status, id=response.headers, data=data)
                     pause = max(pause, float(response.headers.get("retry-after", 0)))
+                    self._tell(f"{self._url} answers {response.status}; trying again")
             except (aiohttp.ClientError, TimeoutError) as error:
                 if attempt == ATTEMPTS - 1:
                     raise ClientError(
                         f"{self._url} does not answer ({error}); what is done is kept: run the same again to go on"
                     ) from error
+                self._tell(f"{self._url} does not answer; trying again")
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
         raise AssertionError("the last attempt returns or raises")
@@ -275,3 +279,10 @@ class Bar:
             self._bar.update(self._task, advance=1, description=errors)
         elif self._lines is not None:
             self._lines.update(f"{self._done} of {self._total} lines {errors}".rstrip())
+
+    def tell(self, what: str) -> None:
+        """Say why nothing comes just now."""
+        if self._bar is not None:
+            self._bar.update(self._task, description=what)
+        elif self._lines is not None:
+            self._lines.update(what)

@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+import signalbox_client
 from proto import signalbox_pb2 as pb
 from proto import signalbox_pb2_grpc as pb_grpc
 from services.frontend import auth
@@ -76,6 +77,20 @@ async def code_of(call) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await call
     return error.value.code()
+
+
+async def test_our_client_sends_a_key_as_metadata_and_names_its_lack():
+    front = await start_grpc(keyed(), LOOPBACK)
+    try:
+        async with signalbox_client.AsyncClient(f"127.0.0.1:{front.port}") as client:
+            with pytest.raises(signalbox_client.Unauthenticated, match="send an API key") as error:
+                await client.generate("Hello", max_tokens=2)
+            assert error.value.reason == "INVALID_API_KEY"
+        metadata = {"authorization": f"Bearer {KEY}"}
+        async with signalbox_client.AsyncClient(f"127.0.0.1:{front.port}", metadata=metadata) as client:
+            assert (await client.generate("Hello", max_tokens=2)).choices
+    finally:
+        await front.stop(0)
 
 
 async def test_grpc_calls_need_a_key_and_health_does_not():

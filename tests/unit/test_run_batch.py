@@ -164,10 +164,12 @@ async def test_a_server_with_keys_gets_the_key_of_the_environment(
     assert answers_in(out)[0]["response"]["status_code"] == 200
 
 
-async def test_a_server_that_is_gone_is_told_for_a_line_without_a_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_server_that_is_gone_is_told_while_it_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_batch, "FIRST_PAUSE", 0.0)
     file = write(tmp_path / "in.jsonl", request("a", body={"prompt": [5]}))
     with pytest.raises(ClientError, match="does not answer"):
         await run_batch.run("http://127.0.0.1:9", file, tmp_path / "out.jsonl", at_once=1)
+    assert capsys.readouterr().err == "signalbox: http://127.0.0.1:9 does not answer; trying again\n"
+    assert os.listdir(tmp_path) == ["in.jsonl"]

@@ -15,6 +15,7 @@ from signalbox_client.errors import (
     ServerFault,
     SignalboxError,
     TooLarge,
+    Unauthenticated,
     Unavailable,
     WeightsChanged,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "ToolCall",
     "ToolCallPart",
     "TopLogprob",
+    "Unauthenticated",
     "Unavailable",
     "Usage",
     "WeightsChanged",

@@ -2,6 +2,7 @@
 
 SignalboxError
   InvalidRequest    a field is wrong, or the request can never fit; `field` names it
+  Unauthenticated   the server asks for a key, in the metadata
   NotFound          no such model, or no such request to fork
   TooLarge          the request is larger than the server takes
   Overloaded        too much waits there; `retry_after` seconds     (retried)
@@ -46,6 +47,10 @@ class InvalidRequest(SignalboxError):
     """`field` is wrong, or the request can never fit."""
 
 
+class Unauthenticated(SignalboxError):
+    """The server asks for a key, and the metadata has none that it knows: {"authorization": "Bearer KEY"}."""
+
+
 class NotFound(SignalboxError):
     """The server has no such model, or no such request to fork."""
 
@@ -84,6 +89,7 @@ class ServerFault(SignalboxError):
 
 CLASSES: dict[StatusCode, type[SignalboxError]] = {
     StatusCode.INVALID_ARGUMENT: InvalidRequest,
+    StatusCode.UNAUTHENTICATED: Unauthenticated,
     StatusCode.NOT_FOUND: NotFound,
     StatusCode.UNAVAILABLE: Unavailable,
     StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
