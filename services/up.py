@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import tempfile
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -44,6 +45,7 @@ from worker.loader.cache import home
 POLL_INTERVAL = 0.05  # seconds between two looks at /ready
 STOP_ORDER = ("frontend", "worker", "scheduler")
 PREFIX = "signalbox-up-"
+WIDTH = 100  # characters of the lines that tell the options
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 Settings = TypeVar("Settings", bound=CommonSettings)
@@ -263,6 +265,20 @@ def _state_of(entry: status.Status | None) -> str:
     return "ready" if entry.ready else "waiting"
 
 
+def _options_in_lines(options: Sequence[Sequence[str]]) -> list[str]:
+    """Options with their values in lines for a terminal; none is parted from its value."""
+    unbroken = "  ".join("\N{NO-BREAK SPACE}".join(words) for words in options)
+    lines = textwrap.wrap(
+        unbroken,
+        WIDTH,
+        initial_indent="  with  ",
+        subsequent_indent=" " * 8,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
 def introduction(settings: UpSettings, addresses: dict[str, str]) -> str:
     """What a person needs to know: where it listens, what it runs with, and two lines to try."""
     http, grpc = addresses["http"], addresses.get("grpc", "off")
@@ -275,13 +291,13 @@ def introduction(settings: UpSettings, addresses: dict[str, str]) -> str:
     values = {field.name: getattr(settings, field.name) for field in ordered_fields(UpSettings)}
     hidden = ("http", "grpc", "run_dir", "served_model_name")
     shown = {name: value for name, value in values.items() if name not in hidden and value != ""}
-    told = "  ".join(" ".join(words) for name, value in shown.items() if (words := words_of(name, value)))
+    told = [words for name, value in shown.items() if (words := words_of(name, value))]
     lines = [
         "",
         f"Signalbox serves {settings.api_name}",
         f"  HTTP  http://{http}/v1",
         f"  gRPC  {grpc}",
-        f"  with  {told}",
+        *_options_in_lines(told),
         "Try it:",
         f"  curl -N http://{http}/v1/chat/completions -H 'content-type: application/json' \\",
         f"    -d {shlex.quote(body)}",

@@ -141,8 +141,13 @@ def test_the_printed_lines_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert Path(client[0]).is_file()
     assert client[1:4] == ["generate", "--url", "http://127.0.0.1:8123"]
     assert "--kv-cache-memory 512MiB" in text
-    options = next(line for line in lines if line.strip().startswith("with")).split()[1:]
+    first, last = (next(n for n, line in enumerate(lines) if line.startswith(text)) for text in ("  with", "Try it:"))
+    options = " ".join(lines[first:last]).split()[1:]
+    assert options[:2] == ["--workers", "1"]
+    assert options[-2:] == ["--log-level", "info"]
     assert "--tenant-header" not in options  # it has no value
+    assert all(len(line) <= 100 for line in lines[first:last])
+    assert {line.split()[0][:2] for line in lines[first + 1 : last]} == {"--"}  # no line begins with a value
     assert "no keys" not in text
 
 
