@@ -15,7 +15,7 @@ are those of proto/signalbox.proto (docs/clients.md).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -73,25 +73,25 @@ class Engine:
         A prompt is a text, token ids, or a conversation of {"role", "content"}. fields: of GenerateRequest in
         proto/signalbox.proto, for all prompts. Raises GenerationFailed for the first prompt that fails.
         """
-        return asyncio.run(self._generate(prompts, fields))
+        return asyncio.run(self._generate(requests_of(prompts, fields)))
 
-    async def _generate(self, prompts: Sequence[Prompt], fields: Mapping[str, Any]) -> list[list[Completion]]:
+    async def _generate(self, requests: Sequence[pb.GenerateRequest]) -> list[list[Completion]]:
         turns = asyncio.Semaphore(AT_ONCE)
         options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(self.server.grpc, options=options) as channel:
             stub = pb_grpc.GenerationServiceStub(channel)  # type: ignore[no-untyped-call]
 
-            async def one(place: int, prompt: Prompt) -> list[Completion]:
+            async def one(place: int, request: pb.GenerateRequest) -> list[Completion]:
                 async with turns:
                     try:
-                        answer = await stub.GenerateOnce(_request(prompt, fields))
+                        answer = await stub.GenerateOnce(request)
                     except grpc.aio.AioRpcError as error:
                         raise GenerationFailed(f"prompt {place}: {error.details()}") from error
                 return [_completion(choice) for choice in answer.choices]
 
             try:
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(place, prompt)) for place, prompt in enumerate(prompts)]
+                    tasks = [group.create_task(one(place, request)) for place, request in enumerate(requests)]
             except ExceptionGroup as failures:
                 raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -103,6 +103,23 @@ def generate(prompts: Sequence[Prompt], model: str = DEFAULT_MODEL, **fields: An
         return engine.generate(prompts, **fields)
 
 
+def requests_of(prompts: Sequence[Prompt], fields: Mapping[str, Any]) -> list[pb.GenerateRequest]:
+    """What is sent for each prompt. GenerationFailed for the first that is none, or a field that is none."""
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        raise GenerationFailed("prompts must be a list: [prompt] for a single one")
+    requests = []
+    for place, prompt in enumerate(prompts):
+        try:
+            requests.append(_request(prompt, fields))
+        except GenerationFailed:
+            raise
+        except (TypeError, ValueError, KeyError) as error:
+            raise GenerationFailed(
+                f"prompt {place} must be a text, a list of token ids, or a list of messages with role and content"
+            ) from error
+    return requests
+
+
 def _request(prompt: Prompt, fields: Mapping[str, Any]) -> pb.GenerateRequest:
     try:
         request = pb.GenerateRequest(**fields)
@@ -110,7 +127,7 @@ def _request(prompt: Prompt, fields: Mapping[str, Any]) -> pb.GenerateRequest:
         raise GenerationFailed(f"not a field of GenerateRequest, or not of its type: {error}") from error
     if isinstance(prompt, str):
         request.text = prompt
-    elif prompt and isinstance(prompt[0], Mapping):
+    elif len(prompt) and isinstance(prompt[0], Mapping):
         messages = [pb.ChatMessage(role=turn["role"], content=turn["content"]) for turn in prompt]  # type: ignore[index]
         request.chat.CopyFrom(pb.ChatMessages(messages=messages))
     else:

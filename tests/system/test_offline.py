@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.local_server import LocalServerError
-from services.offline import Engine, GenerationFailed
+from services.offline import Engine, GenerationFailed, requests_of
 from tests.support.tiny_model import write_served_tiny
 
 
@@ -30,3 +30,15 @@ def test_a_list_of_prompts_in_one_call(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(LocalServerError, match=r"the engine did not start: .*nothing-here"):
         Engine(str(tmp_path / "nothing-here"))
+
+
+@pytest.mark.parametrize("prompts", ["one text", None, 7, {"role": "user", "content": "Hello"}])
+def test_a_single_prompt_is_not_taken_for_several(prompts: object) -> None:
+    with pytest.raises(GenerationFailed, match=r"prompts must be a list: \[prompt\] for a single one"):
+        requests_of(prompts, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompt", [7, None, ["a", "b"], [-1], [{"role": "user"}], {"role": "user", "content": "x"}])
+def test_what_is_no_prompt_is_named(prompt: object) -> None:
+    with pytest.raises(GenerationFailed, match="prompt 1 must be a text, a list of token ids, or a list of messages"):
+        requests_of(["Hello", prompt], {})  # type: ignore[list-item]
