@@ -110,7 +110,7 @@ def plan(
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Devices that share the model; the plan is that of each.")
     ] = 1,
-    block_size: Annotated[int, typer.Option(min=1, help="Token slots in one KV block.")] = 16,
+    block_size: Annotated[int, typer.Option(min=1, help="Token slots in one KV block, a power of two.")] = 16,
     context: Annotated[int, typer.Option(min=1, help="Tokens that a reservation for each sequence would take.")] = 8192,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that a sequence really has.")] = 2000,
     json: Json = False,

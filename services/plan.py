@@ -69,6 +69,10 @@ class Use:
     context: int = 8192
     tokens: int = 2000
 
+    def __post_init__(self) -> None:
+        if self.block_size & (self.block_size - 1):
+            raise PlanError(f"--block-size must be a power of two, not {self.block_size}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:

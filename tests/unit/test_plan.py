@@ -136,6 +136,7 @@ def test_a_gguf_file_counts_as_stored(default_model_path):
         (["--memory", "80GB", "--memory-fraction", "0"], "--memory-fraction must be more than 0"),
         (["--memory", "80GB", "--memory-fraction", "0.3", "--utilization", "0.9"], "not both"),
         (["--memory", "80GB", "--dtype", "int3"], "--dtype must be auto or one of float32"),
+        (["--memory", "80GB", "--block-size", "17"], "--block-size must be a power of two, not 17"),
         (["--memory", "80GB", "--quantization", "q8_0"], "--quantization must be one of none, fp8"),
         (["--memory", "80GB", "--kv-dtype", "x"], "--kv-dtype must be auto or one of"),
     ],
