@@ -33,6 +33,18 @@ def follow_parent() -> None:
         sys.exit(1)
 
 
+def watch_parent() -> int | None:
+    """In a child of `child_environment` that ends in its own time: a descriptor that can be read once the parent, not
+    only the thread of it that started us, is gone. None where there is no such parent."""
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if not parent:
+        return None
+    watched = os.pidfd_open(int(parent))
+    if os.getppid() != int(parent):
+        sys.exit(1)
+    return watched
+
+
 def end_with_any_thread() -> None:
     """A service is whole or not at all: an error that ends one of its threads ends the process."""
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from services import status
 from services.check import Unhealthy, http_status
 from services.models import store
 from services.options import arguments, ordered_fields
+from services.processes import watch_parent
 from services.progress import Progress
 from services.run_dir import RunDir
 from services.settings import (
@@ -210,6 +211,19 @@ def children_of(settings: UpSettings) -> list[Child]:
     return [Child(kinds[type(service)], service.name, arguments(service)) for service in services]
 
 
+def _when_orphaned(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> None:
+    """Stop too when the process that had us started for itself is gone, which may have been killed."""
+    parent = watch_parent()
+    if parent is None:
+        return
+
+    def gone() -> None:
+        loop.remove_reader(parent)
+        stop()
+
+    loop.add_reader(parent, gone)
+
+
 async def serve(settings: UpSettings, progress: Progress) -> int:
     """Start all services, wait until they are ready, say so, and keep them alive until a signal."""
     assert settings.run_dir is not None
@@ -223,6 +237,7 @@ async def serve(settings: UpSettings, progress: Progress) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, on_signal)
+    _when_orphaned(loop, on_signal)
     stopped = asyncio.create_task(stop.wait())
     ready = asyncio.create_task(wait_until_ready(settings.run_dir, supervisor.children, progress))
     try:

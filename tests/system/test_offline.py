@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from services.local_server import LocalServerError
 from services.offline import Engine, GenerationFailed, requests_of
+from tests.support.engine_server import wait_for
 from tests.support.tiny_model import write_served_tiny
 
 
@@ -30,6 +34,31 @@ def test_a_list_of_prompts_in_one_call(tmp_path: Path) -> None:
 def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(LocalServerError, match=r"the engine did not start: .*nothing-here"):
         Engine(str(tmp_path / "nothing-here"))
+
+
+def test_an_engine_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    model = str(write_served_tiny(tmp_path / "tiny"))
+    code = (
+        "import sys, threading; from services.offline import Engine; made = []\n"
+        "def make(): made.append(Engine(sys.argv[1], kv_cache_memory='16MiB', threads=1))\n"
+        "thread = threading.Thread(target=make); thread.start(); thread.join()\n"  # its end is not the process's
+        "made[0].generate(['Hello'], max_tokens=1); print(made[0].server.http, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, model]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        host, _, port = owner.stdout.readline().strip().rpartition(":")
+        socket.create_connection((host, int(port))).close()
+        owner.kill()
+
+    def refused() -> bool:
+        try:
+            socket.create_connection((host, int(port))).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    wait_for(refused, "the engine's end")
 
 
 @pytest.mark.parametrize("prompts", ["one text", None, 7, {"role": "user", "content": "Hello"}])
