@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -36,7 +39,14 @@ def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         Engine(str(tmp_path / "nothing-here"))
 
 
-def test_an_engine_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+@pytest.fixture
+def folder_for_leftovers() -> Iterator[str]:
+    """A folder with a short path, for sockets, that takes what a killed process cannot remove."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def test_an_engine_ends_with_a_process_that_is_killed(tmp_path: Path, folder_for_leftovers: str) -> None:
     model = str(write_served_tiny(tmp_path / "tiny"))
     code = (
         "import sys, threading; from services.offline import Engine; made = []\n"
@@ -45,7 +55,8 @@ def test_an_engine_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
         "made[0].generate(['Hello'], max_tokens=1); print(made[0].server.http, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, model]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+    environment = {**os.environ, "TMPDIR": folder_for_leftovers}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as owner:
         assert owner.stdout is not None
         host, _, port = owner.stdout.readline().strip().rpartition(":")
         socket.create_connection((host, int(port))).close()
