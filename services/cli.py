@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,8 +60,18 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same ans
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer; may be given several times.")]
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"signalbox {version('signalbox')}")
+        raise typer.Exit
+
+
 @app.callback()
-def signalbox() -> None:
+def signalbox(
+    tell_version: Annotated[
+        bool, typer.Option("--version", help="Print the release and leave.", is_eager=True, callback=_tell_version)
+    ] = False,
+) -> None:
     """Serve large language models; `signalbox up` is the place to start.
 
     In a clone, `./signalbox test` checks the code, and `./signalbox install` only installs what it needs.

@@ -26,6 +26,7 @@ from proto.messages import (
     Message,
     Phase,
     Refused,
+    Reset,
     SchedulerBeat,
     StepPlan,
     StepResult,
@@ -195,6 +196,8 @@ class SchedulerService:
         if not router.send(peer, frame):
             held = sum(sequence.peer == peer for sequence in self.state.sequences.values())
             tell = log.warning if held or isinstance(message, StepPlan) else log.info
+            if isinstance(message, Reset) and peer not in self.state.workers:  # it has left in good order
+                tell = log.debug
             tell("peer gone", peer=peer, unsent=type(message).__name__, sequences=held)
             self._at_next_step(PeerLost(peer), Kind.LOST, peer)
 

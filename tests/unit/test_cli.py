@@ -126,3 +126,9 @@ def test_folders_of_the_caller_do_not_shadow_our_packages(tmp_path: Path) -> Non
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("raise SystemExit('shadowed')")
     assert signalbox("worker", "--check", cwd=tmp_path, SIGNALBOX_RUN_DIR=str(tmp_path)).returncode == 1
+
+
+def test_the_release_is_told() -> None:
+    told = CliRunner().invoke(cli.app, ["--version"])
+    assert told.exit_code == 0
+    assert re.fullmatch(r"signalbox \d+\.\d+\.\d+\S*\n", told.output)
