@@ -14,6 +14,7 @@ from services.bench.chaos.campaign import Options, run
 from services.bench.chaos.clients import Stream, draw_requests
 from services.bench.chaos.faults import Fault, Kind
 from services.bench.chaos.members import ChaosError
+from services.bench.chaos.outages import Outage, helpless, overlap
 from services.bench.chaos.pace import LONGEST, PROMPT_ROOM, SHORTEST, length_for, median_gap
 from services.bench.chaos.relay import Relay
 from services.bench.chaos.report import Report, note_pauses
@@ -50,7 +51,8 @@ def test_misses_are_told_and_are_exit_code_1(capsys, monkeypatch) -> None:
     assert campaign.main(Options(model="m"), json=False) == 0
     assert "1 kills" in capsys.readouterr().out
     report.wrong = ["request 3 over HTTP: 2 of 9 tokens: first difference at 1"]
-    report.pauses = [9.0]
+    report.pauses = [9.5]
+    report.own_pauses = [9.0]
     assert campaign.main(Options(model="m", seed=7), json=True) == 1
     printed = capsys.readouterr()
     assert json.loads(printed.out)["wrong"] == 1
@@ -62,8 +64,10 @@ def test_misses_are_told_and_are_exit_code_1(capsys, monkeypatch) -> None:
 def test_a_pause_is_a_long_gap_in_which_a_fault_struck() -> None:
     report, (request,) = a_report(), draw_requests(1, 1, 100)
     stream = Stream(request, 0, began=0.0, times=[1.0, 1.1, 3.1, 4.0, 4.1])
-    note_pauses(report, stream, [Fault(Kind.KILL, "worker 0", 2.0), Fault(Kind.STOP, "scheduler 0", 4.05)])
+    faults = [Fault(Kind.KILL, "worker 0", 2.0), Fault(Kind.STOP, "scheduler 0", 4.05)]
+    note_pauses(report, stream, faults, [(0.5, 1.05), (2.0, 2.5), (3.0, 9.0)])
     assert report.pauses == [2.0]
+    assert report.own_pauses == [pytest.approx(1.4)]
     assert report.stories() == ["2.00 s: kill of worker 0, 0.0 s"]
     assert (report.hit, report.paused) == (1, 2)
 
@@ -102,6 +106,20 @@ def test_an_answer_lasts_some_faults_within_bounds() -> None:
     assert median_gap(streams) == pytest.approx(0.2)
     with pytest.raises(ChaosError, match="no two tokens of an answer"):
         median_gap(streams[1:])
+
+
+def test_faults_leave_nobody_when_all_workers_or_one_that_all_need_are_out() -> None:
+    outages = [
+        Outage("worker 0", 1.0, 4.0),
+        Outage("worker 1", 2.0, 3.0),
+        Outage("frontend 0", 5.0, 6.0),
+        Outage("frontend 1", 5.5, 7.0),
+        Outage("scheduler 0", 2.5, 3.5),
+    ]
+    workers = ["worker 0", "worker 1"]
+    assert helpless(outages, workers, ["scheduler 0", "frontend 0"]) == [(2.0, 3.5), (5.0, 6.0)]
+    assert helpless(outages, workers, ["frontend 1"]) == [(2.0, 3.0), (5.5, 7.0)]
+    assert overlap([(2.0, 3.5), (5.0, 6.0)], 3.0, 5.5) == pytest.approx(1.0)
 
 
 async def test_a_relay_passes_on_holds_and_cuts(tmp_path: Path) -> None:

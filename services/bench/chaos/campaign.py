@@ -22,6 +22,7 @@ from services.bench.chaos.cast import Cast
 from services.bench.chaos.clients import Clients, Request, Stream, Token, ask_again, draw_requests
 from services.bench.chaos.faults import Faults
 from services.bench.chaos.members import ChaosError
+from services.bench.chaos.outages import helpless
 from services.bench.chaos.pace import MEASURED_SECONDS, length_for, usual_gap
 from services.bench.chaos.report import Report, note_pauses, percentile, table
 from services.models import store
@@ -213,8 +214,11 @@ class Campaign:
         report.kills = sum(member.deaths for member in self.cast.members)
         for fault in faults:
             report.faults[f"{fault.kind} of a {fault.victim.split()[0]}"] += 1
+        workers = [str(worker) for worker in self.cast.workers]
+        needed = [(str(self.cast.scheduler), str(frontend)) for frontend in self.cast.frontends]
+        nobody = [helpless(self.faults.outages, workers, both) for both in needed]
         for stream in self.streams:
-            note_pauses(report, stream, faults)
+            note_pauses(report, stream, faults, nobody[stream.frontend])
         report.worker_starts = [seconds for worker in self.cast.workers for seconds in worker.starts]
         times = sorted(at for stream in self.streams for at in stream.times)
         for up in self.faults.scheduler_up:

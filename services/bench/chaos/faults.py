@@ -13,6 +13,7 @@ from typing import Any
 
 from services.bench.chaos.cast import Cast
 from services.bench.chaos.members import Member
+from services.bench.chaos.outages import Outage
 
 LONGEST_AWAY = 0.5  # seconds from a SIGKILL until the process is started again
 LONGEST_WORKER_FAULT = 4.0  # seconds that a worker is stopped, cut off or held: longer than its silence is borne
@@ -50,6 +51,7 @@ class Faults:
         ]
         self.random.shuffle(self.to_come)
         self.done: list[Fault] = []
+        self.outages: list[Outage] = []  # those that are over
         self.scheduler_up: list[float] = []  # monotonic seconds at which a new scheduler lived
         self._tasks: set[asyncio.Task[None]] = set()
         self._afflicted: set[Member] = set()
@@ -99,6 +101,7 @@ class Faults:
     async def _suffer(self, kind: Kind, victim: Member) -> None:
         longest = LONGEST_WORKER_FAULT if victim.kind == "worker" else LONGEST_FAULT
         seconds = self.random.uniform(0.2, longest)
+        began = time.monotonic()
         try:
             if kind is Kind.KILL:
                 await self._kill(victim)
@@ -110,12 +113,16 @@ class Faults:
                 await (victim.relay.cut if kind is Kind.CUT else victim.relay.hold)(seconds)
         finally:
             self._afflicted.discard(victim)
+        if kind is not Kind.KILL:
+            self.outages.append(Outage(str(victim), began, time.monotonic()))
 
     async def _kill(self, victim: Member) -> None:
         away = self.random.uniform(0, LONGEST_AWAY)
+        began = time.monotonic()
         await victim.kill()
         await asyncio.sleep(away)
         await victim.start()
+        self.outages.append(Outage(str(victim), began, time.monotonic()))
         if victim is self.cast.scheduler and await victim.ready(joined=False) is not None:
             self.scheduler_up.append(time.monotonic())
         else:
