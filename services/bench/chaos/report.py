@@ -164,18 +164,16 @@ def note_pauses(report: Report, stream: Stream, faults: Sequence[Fault], nobody:
     if not stream.times:
         return
     report.hit += any(stream.times[0] < at < stream.times[-1] for at in kills)
-    pauses = [
-        (sooner, later)
-        for sooner, later in zip(stream.times, stream.times[1:], strict=False)
-        if later - sooner > max(PAUSE * report.usual_gap, SHORTEST_PAUSE)
-        and any(sooner < fault.at < later for fault in faults)
-    ]
-    report.pauses += [later - sooner for sooner, later in pauses]
-    report.own_pauses += [later - sooner - overlap(nobody, sooner, later) for sooner, later in pauses]
-    report.paused += bool(pauses)
-    for sooner, later in pauses:
-        struck = tuple(fault for fault in faults if sooner < fault.at < later)
-        report.longest[struck] = max(later - sooner, report.longest.get(struck, 0.0))
+    paused, shortest = False, max(PAUSE * report.usual_gap, SHORTEST_PAUSE)
+    for sooner, later in zip(stream.times, stream.times[1:], strict=False):
+        seconds = later - sooner
+        struck = tuple(fault for fault in faults if sooner < fault.at < later) if seconds > shortest else ()
+        if struck:
+            paused = True
+            report.pauses.append(seconds)
+            report.own_pauses.append(seconds - overlap(nobody, sooner, later))
+            report.longest[struck] = max(seconds, report.longest.get(struck, 0.0))
+    report.paused += paused
 
 
 def percentile(values: Sequence[float], share: float) -> float:
