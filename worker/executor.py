@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from proto.messages import Float32, Int32
 from worker.inputs import StepInputs
+from worker.sampling import Rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +65,11 @@ class Device(Protocol):
 class Executor(Device, Protocol):
     """A device that computes a step while the host waits."""
 
-    def run(self, inputs: StepInputs) -> StepOutputs:
-        """Writes the step's KV, and samples. A row's outputs depend on its own tokens alone."""
+    def run(self, inputs: StepInputs, rules: Rules | None = None) -> StepOutputs:
+        """Writes the step's KV, and samples. A row's outputs depend on its own tokens alone.
+
+        rules: asked once, after the forward pass: what grammars allow is computed while it runs. None: there are none.
+        """
         ...
 
     def rest(self) -> None:

@@ -1,12 +1,13 @@
 """Grammars of the batch's rows: what each may say next, as bits over the vocabulary.
 
 A row's matcher is made when the row joins, from its spec and the output that it already has, off the step's thread;
-then each sampled token advances it, and the bits for the next one are computed on a thread of their own while the
-result travels and the device works. A row whose grammar failed allows nothing.
+then each sampled token advances it, and the bits for the next one are computed by other threads, which do not need the
+interpreter, while the result travels and the device works. A row whose grammar failed allows nothing.
 """
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,12 +17,14 @@ from threading import Barrier, Lock
 
 import llguidance
 import numpy as np
+from numpy.typing import NDArray
 
 from proto.messages import GrammarFailed, GrammarReady, Int32, Join, int64
 from worker.grammar_source import LIMITS, GrammarError, library_grammar, one_line
 
 MAX_CACHED = 64  # compiled grammars that are kept
 COMPILERS = 4  # threads, so that a grammar that takes long does not hold up the others
+MASKERS = max(1, min(8, len(os.sched_getaffinity(0)) // 4))  # threads that compute the bits of many rows
 
 Report = GrammarReady | GrammarFailed
 
@@ -39,6 +42,7 @@ class GrammarCompiler:
         self._file = tokenizer_file
         self._lock = Lock()
         self._vocabulary: llguidance.LLTokenizer | None = None
+        self._executor: llguidance.LLExecutor | None = None  # its calls give up the interpreter's lock
         self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     @property
@@ -63,11 +67,40 @@ class GrammarCompiler:
                     self._compiled.popitem(last=False)
         return known.deep_copy()
 
+    def advance(self, matchers: Sequence[tuple[llguidance.LLMatcher, int]]) -> Int32:
+        """Has each matcher follow a token; what each allows after it, [matchers, num_words]. One that fails says so."""
+        if self._executor is None:
+            self._executor = llguidance.LLExecutor(MASKERS)
+        bits = np.zeros((len(matchers), self.num_words), np.int32)
+        self._executor.consume_token_par(list(matchers))
+        lines = [(matcher, line) for line, (matcher, _) in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(lines, bits.ctypes.data, bits[0].nbytes, len(bits))
+        return bits
+
     def _read_vocabulary(self) -> llguidance.LLTokenizer:
         if self._vocabulary is None:
             slices = llguidance.LLTokenizer.json_slices()
             self._vocabulary = llguidance.LLTokenizer(str(self._file), n_vocab=self.vocab_size, slices=slices)
         return self._vocabulary
+
+
+class Bits:
+    """Some ids as bits of the words that they are in."""
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        words = np.asarray(ids, np.int64) // 32
+        self.words = np.unique(words)
+        self.masks = np.zeros(len(self.words), np.uint32)
+        places = np.searchsorted(self.words, words)
+        np.bitwise_or.at(self.masks, places, np.uint32(1) << np.asarray(ids, np.uint32) % np.uint32(32))
+
+    def set(self, words: NDArray[np.uint32]) -> None:
+        """In all the vocabulary's words, in place."""
+        words[self.words] |= self.masks
+
+    def clear(self, words: NDArray[np.uint32]) -> None:
+        """In all the vocabulary's words, in place."""
+        words[self.words] &= ~self.masks
 
 
 class RowGrammar:
@@ -79,41 +112,34 @@ class RowGrammar:
     def __init__(self, join: Join, num_words: int) -> None:
         self.sequence = join.sequence
         self.spec = join.params.grammar
-        self.ends = join.params.eos_ids
         self.bits = np.zeros(num_words, np.int32)
         self.failed = False
         self.compiled: Future[None] = Future()
+        self.matcher: llguidance.LLMatcher
+        self._end_ids = join.params.eos_ids
+        self._ends = Bits(self._end_ids)
+        self._all_ends: Bits  # with those that the library takes for ends
         self._output: list[int] = join.tokens[join.num_prompt :].tolist()
-        self._matcher: llguidance.LLMatcher
-        self._own: Sequence[int] = ()
 
     def begin(self, compiler: GrammarCompiler) -> None:
         """Compile, follow the output so far, and compute the first bits. GrammarError when that fails."""
-        self._matcher = compiler.matcher(self.spec)
-        self._own = compiler.own_ends
-        if self._output and not self._matcher.consume_tokens(self._output):
-            raise GrammarError(f"the output so far does not match: {one_line(self._matcher.get_error())}")
-        self._compute()
-
-    def advance(self, token: int) -> None:
-        """Follow one sampled token, and compute the bits after it. GrammarError when that fails; bits are then 0."""
-        self.bits = np.zeros_like(self.bits)
-        if not self._matcher.consume_token(token):
-            raise GrammarError(one_line(self._matcher.get_error()))
-        self._compute()
-
-    def _compute(self) -> None:
-        """The request's own end ids are allowed where the grammar may end, and nowhere else."""
+        self.matcher = compiler.matcher(self.spec)
+        self._all_ends = Bits((*compiler.own_ends, *self._end_ids))
+        if self._output and not self.matcher.consume_tokens(self._output):
+            raise GrammarError(f"the output so far does not match: {one_line(self.matcher.get_error())}")
         bits = np.zeros_like(self.bits)
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        if self._matcher.is_error():
-            raise GrammarError(one_line(self._matcher.get_error()))
+        self.matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        self.take(bits)
+
+    def take(self, bits: Int32) -> None:
+        """`bits` are what the matcher allows next; the request's own end ids are allowed where the grammar may end, and
+        nowhere else. GrammarError when the matcher has failed."""
+        if self.matcher.is_error():
+            raise GrammarError(one_line(self.matcher.get_error()))
         words = bits.view(np.uint32)
-        for id in (*self._own, *self.ends):
-            words[id // 32] &= ~np.uint32(1 << id % 32)
-        if self._matcher.is_accepting():
-            for id in self.ends:
-                words[id // 32] |= np.uint32(1 << id % 32)
+        self._all_ends.clear(words)
+        if self.matcher.is_accepting():
+            self._ends.set(words)
         self.bits = bits
 
 
@@ -137,6 +163,7 @@ class GrammarRows:
         self._compiler = compiler
         self._reports: deque[Report] = deque()
         self._compiling: ThreadPoolExecutor | None = None
+        self._nothing = np.zeros(compiler.num_words, np.int32)
         self._advancing = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._masks: Future[None] | None = None
 
@@ -209,9 +236,12 @@ class GrammarRows:
             self._tell(reports, GrammarReady(sequences=int64([grammar.sequence])))
 
     def _advance(self, taken: list[tuple[RowGrammar, int]], reports: deque[Report]) -> None:
-        for grammar, token in taken:
-            if not grammar.failed:
-                self._guarded(grammar, reports, partial(grammar.advance, token))
+        taken = [(grammar, token) for grammar, token in taken if not grammar.failed]
+        for grammar, _ in taken:
+            grammar.bits = self._nothing
+        allowed = self._compiler.advance([(grammar.matcher, token) for grammar, token in taken]) if taken else ()
+        for (grammar, _), bits in zip(taken, allowed, strict=True):
+            self._guarded(grammar, reports, partial(grammar.take, bits))
 
     def _guarded(self, grammar: RowGrammar, reports: deque[Report], work: Callable[[], None]) -> bool:
         """Whether it went well; whatever went wrong is that row's alone, and told."""

@@ -69,11 +69,9 @@ class StepInputs(RowInputs, ForwardInputs):
     """A forward pass, then sampling."""
 
 
-def build_rows(
-    batch: Batch, rows: Int32, starts: Int32, counts: Int32, drafts: Int32 = NO_DRAFTS, *, adjustments: bool
-) -> RowInputs:
-    """To compute positions [start, start + count) of each batch row; none of them has stopped. Without `adjustments`
-    nothing is read of the rows' tokens, which may not be known yet.
+def build_rows(batch: Batch, rows: Int32, starts: Int32, counts: Int32, drafts: Int32 = NO_DRAFTS) -> RowInputs:
+    """To compute positions [start, start + count) of each batch row; none of them has stopped. Nothing is read of the
+    rows' tokens, which may not be known yet.
 
     drafts[A]: of rows that sample, how many guesses stand after the known tokens and are computed too.
     """
@@ -93,7 +91,7 @@ def build_rows(
         rows=rows,
         offsets=offsets,
         lengths=lengths,
-        sample=sample_inputs(batch, rows, samples, tokens, ahead, adjustments=adjustments),
+        sample=sample_inputs(batch, rows, samples, tokens, ahead),
         score=_score_inputs(batch, rows, starts, offsets),
         drafts=drafts,
     )
@@ -101,7 +99,7 @@ def build_rows(
 
 def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32, drafts: Int32 = NO_DRAFTS) -> StepInputs:
     """Everything that a forward pass reads, from the host's batch."""
-    wanted = build_rows(batch, rows, starts, counts, drafts, adjustments=True)
+    wanted = build_rows(batch, rows, starts, counts, drafts)
     offsets = wanted.offsets
     numbers = np.diff(offsets)
     owner = np.repeat(rows, numbers)

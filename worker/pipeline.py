@@ -177,7 +177,7 @@ class PipelinedRunner(BaseRunner):
     def _enqueue(self, pending: Pending) -> None:
         plan, launched, issued = pending.plan, pending.launched, self.issued
         rows, new = plan.rows[launched], plan.blocks[0]
-        inputs = build_rows(issued, rows, plan.starts[launched], plan.counts[launched], adjustments=False)
+        inputs = build_rows(issued, rows, plan.starts[launched], plan.counts[launched])
         pending.inputs = inputs
         computed = np.zeros(len(plan.rows), bool)
         computed[launched] = True
@@ -262,7 +262,7 @@ def keep_rows(inputs: RowInputs, outputs: StepOutputs, keep: NDArray[np.bool_]) 
 def _keep_samples(sample: SampleInputs, keep: NDArray[np.bool_], numbers: Int32) -> SampleInputs:
     names = ("tokens", "positions", "seeds", "temperature", "top_k", "top_p", "min_p", "tops")
     columns = {name: getattr(sample, name)[keep] for name in names}
-    return SampleInputs(rows=numbers[sample.rows[keep]], adjustments=(), **columns)
+    return SampleInputs(rows=numbers[sample.rows[keep]], **columns)
 
 
 def _keep_scores(score: ScoreInputs, keep: NDArray[np.bool_], numbers: Int32) -> ScoreInputs:

@@ -18,6 +18,7 @@ from worker.inputs import StepInputs, build_inputs
 from worker.loader.model import ModelFiles, open_model
 from worker.plan_check import check_plan
 from worker.results import FreedLog, apply_outputs, empty_result
+from worker.sampling import rules_of
 
 # The version of the weights that a worker starts with; 0 in a Join means "whatever is loaded".
 FIRST_WEIGHTS_VERSION = 1
@@ -152,11 +153,14 @@ class Runner(BaseRunner):
             drafts = propose(self.batch, work[0], plan.drafts[active])
             if drafts.any():
                 inputs = build_inputs(self.batch, *work, drafts)
-                outputs = self.executor.run(inputs)
+                outputs = self._run(inputs)
                 if outputs.finite[drafts > 0].all():
                     return inputs, outputs
         inputs = build_inputs(self.batch, *work)
-        return inputs, self.executor.run(inputs)
+        return inputs, self._run(inputs)
+
+    def _run(self, inputs: StepInputs) -> StepOutputs:
+        return self.executor.run(inputs, rules_of(self.batch, inputs.rows, inputs.sample))
 
 
 def apply_deltas(plan: StepPlan, batch: Batch, freed: FreedLog) -> None:

@@ -6,6 +6,8 @@ plus Gumbel noise is a draw from what is left (Gumbel 1954; "Gumbel-max"). Legen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,9 +23,9 @@ SHORTLIST = 1024
 NOISE_CHUNK = 2**17
 
 
-def sample(logits_SV: Tensor, inputs: SampleInputs) -> Int32:
+def sample(logits_SV: Tensor, inputs: SampleInputs, rules: Sequence[Adjustment] = ()) -> Int32:
     """One token for each row, NO_TOKEN where no id is allowed. Rows must be finite, or their token means nothing."""
-    scores = _adjusted(logits_SV, inputs)
+    scores = _adjusted(logits_SV, rules)
     best, tokens = scores.max(dim=-1)
     drawn = inputs.temperature >= GREEDY_BELOW
     narrowed = drawn & ((inputs.top_k > 0) | (inputs.top_p < 1.0) | (inputs.min_p > 0.0))
@@ -35,13 +37,13 @@ def sample(logits_SV: Tensor, inputs: SampleInputs) -> Int32:
     return tokens.masked_fill(best == -torch.inf, NO_TOKEN).int().numpy()
 
 
-def drawn_from(logits_SV: Tensor, inputs: SampleInputs) -> Tensor:
+def drawn_from(logits_SV: Tensor, inputs: SampleInputs, rules: Sequence[Adjustment] = ()) -> Tensor:
     """The same logits, but in the rows `as_drawn` those of the distribution that the token is drawn from: over the
     temperature, minus infinity for what is ruled out. Greedy rows have the temperature 1, and nothing narrows them."""
     rows = inputs.as_drawn
     if not len(rows):
         return logits_SV
-    x_DV = _adjusted(logits_SV, inputs)[torch.from_numpy(rows).long()]
+    x_DV = _adjusted(logits_SV, rules)[torch.from_numpy(rows).long()]
     greedy = inputs.temperature[rows] < GREEDY_BELOW
     heat = torch.from_numpy(np.where(greedy, np.float32(1), inputs.temperature[rows]))[:, None]
     x_DV = (x_DV - x_DV.amax(dim=-1, keepdim=True)) / heat
@@ -54,13 +56,13 @@ def drawn_from(logits_SV: Tensor, inputs: SampleInputs) -> Tensor:
     return logits_SV.index_copy(0, torch.from_numpy(rows).long(), kept)
 
 
-def _adjusted(logits_SV: Tensor, inputs: SampleInputs) -> Tensor:
+def _adjusted(logits_SV: Tensor, rules: Sequence[Adjustment]) -> Tensor:
     """The logits after everything before the temperature; the same tensor where nothing changes."""
-    if not inputs.adjustments:
+    if not rules:
         return logits_SV
     scores = logits_SV.clone()
-    for adjustment in inputs.adjustments:
-        adjust(scores[adjustment.index], adjustment)
+    for rule in rules:
+        adjust(scores[rule.index], rule)
     return scores
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -73,28 +74,38 @@ def constrains_ids(params: SamplingParams) -> bool:
     return bool(params.bias_ids or params.allowed_ids or params.grammar or params.min_tokens or params.bad_ids)
 
 
+NO_IDS, NO_VALUES = int32(), np.zeros(0, np.float32)
+
+
+def _no_ids() -> Int32:
+    return NO_IDS
+
+
 @dataclass(frozen=True, kw_only=True)
 class Adjustment:
     """What happens to one sampled row's logits before the temperature, in the order of the fields."""
 
     index: int
     """Which of the step's sampled tokens."""
-    bias_ids: Int32
-    bias_values: Float32
-    allowed_ids: Int32
+    bias_ids: Int32 = field(default_factory=_no_ids)
+    bias_values: Float32 = field(default_factory=lambda: NO_VALUES)
+    allowed_ids: Int32 = field(default_factory=_no_ids)
     """Empty: all ids are allowed."""
-    allowed_bits: Int32
+    allowed_bits: Int32 = field(default_factory=_no_ids)
     """What the row's grammar allows: bit i % 32 of word i // 32 is for id i. Empty: all."""
-    banned_ids: Int32
+    banned_ids: Int32 = field(default_factory=_no_ids)
     """End-of-text and stop ids while min_tokens is not reached, and what would complete a run of bad ids."""
-    repetition: float
-    known_ids: Int32
+    repetition: float = 1.0
+    known_ids: Int32 = field(default_factory=_no_ids)
     """Distinct ids of prompt and output; the repetition penalty is on them."""
-    presence: float
-    frequency: float
-    output_ids: Int32
+    presence: float = 0.0
+    frequency: float = 0.0
+    output_ids: Int32 = field(default_factory=_no_ids)
     """Distinct ids of the output; presence and frequency penalties are on them."""
-    output_counts: Int32
+    output_counts: Int32 = field(default_factory=_no_ids)
+
+
+Rules = Callable[[], Sequence[Adjustment]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,47 +126,52 @@ class SampleInputs:
     top_p: NDArray[np.float64]
     min_p: NDArray[np.float64]
     tops: Int32
-    adjustments: tuple[Adjustment, ...]
     as_drawn: Int32 = field(default_factory=int32)
 
 
-def sample_inputs(
-    batch: Batch, computed: Int32, samples: Int32, tokens: Int32, ahead: Int32, *, adjustments: bool
-) -> SampleInputs:
+def sample_inputs(batch: Batch, computed: Int32, samples: Int32, tokens: Int32, ahead: Int32) -> SampleInputs:
     """For those of the `computed` batch rows that sample, given by index, from the logits at the flat `tokens`.
 
     ahead[S]: how many drafts stand between the row's known tokens and the sampled one; they count as its tokens.
     """
     columns, rows = batch.sampling, computed[samples]
-    adjusting = np.flatnonzero(columns.adjusts[rows]) if adjustments else ()
-    positions = batch.num_tokens[rows] + ahead
     return SampleInputs(
         rows=samples,
         tokens=tokens,
-        positions=positions,
+        positions=batch.num_tokens[rows] + ahead,
         seeds=batch.seed[rows],
         temperature=columns.temperature[rows],
         top_k=columns.top_k[rows],
         top_p=columns.top_p[rows],
         min_p=columns.min_p[rows],
         tops=columns.logprobs[rows],
-        adjustments=tuple(_adjustment(batch, int(i), int(rows[i]), int(positions[i])) for i in adjusting),
         as_drawn=int32(np.flatnonzero(columns.as_drawn[rows])),
     )
 
 
+def rules_of(batch: Batch, computed: Int32, sample: SampleInputs) -> Rules | None:
+    """What changes the logits of the `computed` batch rows, when it is asked for; None: nothing does."""
+    rows = computed[sample.rows]
+    adjusting = np.flatnonzero(batch.sampling.adjusts[rows])
+    if not len(adjusting):
+        return None
+    return lambda: [_adjustment(batch, int(i), int(rows[i]), int(sample.positions[i])) for i in adjusting]
+
+
 def _adjustment(batch: Batch, index: int, row: int, known: int) -> Adjustment:
     """For the token that follows the row's first `known` ones."""
-    params, prompt = batch.params[row], int(batch.num_prompt[row])
-    tokens, none = batch.tokens[row, :known], int32()
-    output_ids, output_counts = none, none
+    params, prompt, tokens = batch.params[row], batch.num_prompt[row], batch.tokens[row, :known]
+    rule = constraint(params, index, tokens[prompt:], batch.grammars.bits(row) if params.grammar else None)
+    if penalties_of(params) == NO_PENALTIES:
+        return rule
+    output_ids, output_counts = NO_IDS, NO_IDS
     if params.presence_penalty or params.frequency_penalty:
         output_ids, counts = np.unique(tokens[prompt:], return_counts=True)
         output_counts = int32(counts)
     return dataclasses.replace(
-        constraint(params, index, tokens[prompt:], batch.grammars.bits(row)),
+        rule,
         repetition=params.repetition_penalty,
-        known_ids=np.unique(tokens) if params.repetition_penalty != 1.0 else none,
+        known_ids=np.unique(tokens) if params.repetition_penalty != 1.0 else NO_IDS,
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
         output_ids=output_ids,
@@ -165,26 +181,20 @@ def _adjustment(batch: Batch, index: int, row: int, known: int) -> Adjustment:
 
 def constraint(params: SamplingParams, index: int, output: Int32, bits: Int32 | None) -> Adjustment:
     """All but the penalties, for a row with these output tokens and what its grammar allows (None: no grammar)."""
-    none = int32()
     ends = (*params.eos_ids, *params.stop_ids) if len(output) < params.min_tokens else ()
-    banned_ids = int32((*ends, *completing(params.bad_ids, output)))
+    banned = (*ends, *completing(params.bad_ids, output))
+    banned_ids = int32(banned) if banned else NO_IDS
     if bits is None:
-        bits = none
-    elif len(banned_ids) and _leaves_nothing(bits, banned_ids):
-        banned_ids = none  # nothing else may follow: the grammar has ended before min_tokens, say
+        bits = NO_IDS
+    elif banned and _leaves_nothing(bits, banned_ids):
+        banned_ids = NO_IDS  # nothing else may follow: the grammar has ended before min_tokens, say
     return Adjustment(
         index=index,
-        bias_ids=int32(params.bias_ids),
-        bias_values=np.asarray(params.bias_values, np.float32),
-        allowed_ids=int32(params.allowed_ids),
+        bias_ids=int32(params.bias_ids) if params.bias_ids else NO_IDS,
+        bias_values=np.asarray(params.bias_values, np.float32) if params.bias_values else NO_VALUES,
+        allowed_ids=int32(params.allowed_ids) if params.allowed_ids else NO_IDS,
         allowed_bits=bits,
         banned_ids=banned_ids,
-        repetition=1.0,
-        known_ids=none,
-        presence=0.0,
-        frequency=0.0,
-        output_ids=none,
-        output_counts=none,
     )
 
 

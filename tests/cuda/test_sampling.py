@@ -31,7 +31,7 @@ PARAMETERS: dict[str, list[Any]] = {
 TYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float64, "min_p": np.float64}
 
 
-def inputs(rows: list[dict[str, Any]], adjustments: tuple[Adjustment, ...] = ()) -> SampleInputs:
+def inputs(rows: list[dict[str, Any]]) -> SampleInputs:
     """Rows with random seeds and positions."""
     size = len(rows)
     return SampleInputs(
@@ -40,7 +40,6 @@ def inputs(rows: list[dict[str, Any]], adjustments: tuple[Adjustment, ...] = ())
         positions=int32([random.randrange(1, 100_000) for _ in rows]),
         seeds=np.array([random.getrandbits(64) for _ in rows], np.uint64),
         tops=int32([-1] * size),
-        adjustments=adjustments,
         **{name: np.array([row[name] for row in rows], kind) for name, kind in TYPES.items()},
     )
 
@@ -164,8 +163,8 @@ def test_adjusted_tokens_are_the_cpus() -> None:
     rows = [{name: random.choice(values) for name, values in PARAMETERS.items()} for _ in range(10)]
     rules = [random_rule(index) for index in (0, 2, 3, 5, 8)]
     logits = torch.randn(len(rows), VOCAB) * 3
-    wanted = inputs(rows, tuple(rules))
-    expected = sample(logits.clone(), wanted).tolist()
+    wanted = inputs(rows)
+    expected = sample(logits.clone(), wanted, rules).tolist()
     bias, penalties, masks = on_device(rules, len(rows))
     add_bias(logits, bias)
     found, finite = run(logits, wanted, penalties, masks)

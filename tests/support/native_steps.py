@@ -26,7 +26,6 @@ def no_samples() -> SampleInputs:
         top_p=np.zeros(0),
         min_p=np.zeros(0),
         tops=none,
-        adjustments=(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -36,18 +37,25 @@ class Sampler:
         model.hidden_states, model.logits = address(self.hidden), address(self.logits)
         self.step = CapturedStep(model, [], [], max_tokens=ROWS, max_rows=ROWS)
 
-    def __call__(self, logits: np.ndarray, sample: SampleInputs, score: ScoreInputs | None = None) -> StepOutputs:
+    def __call__(
+        self,
+        logits: np.ndarray,
+        sample: SampleInputs,
+        score: ScoreInputs | None = None,
+        rules: Sequence[Adjustment] | None = None,
+    ) -> StepOutputs:
         self.logits[: len(logits)] = logits
         plain = plain_inputs(
             ids=[0] * len(logits), positions=[0] * len(logits), rows=[1] * len(logits), tables=[[0]] * len(logits)
         )
-        return self.step.launch(StepInputs(**(vars(plain) | {"sample": sample, "score": score or no_scores()})))
+        inputs = StepInputs(**(vars(plain) | {"sample": sample, "score": score or no_scores()}))
+        return self.step.launch(inputs, None if rules is None else lambda: rules)
 
 
 SAMPLER = Sampler(threads=2)
 
 
-def inputs(rows: list[dict[str, Any]], adjustments: tuple[Adjustment, ...] = ()) -> SampleInputs:
+def inputs(rows: list[dict[str, Any]]) -> SampleInputs:
     """One entry for each row: seed, position, and parameters by their names."""
 
     def column(name: str, default: float, dtype: Any) -> np.ndarray:
@@ -63,7 +71,6 @@ def inputs(rows: list[dict[str, Any]], adjustments: tuple[Adjustment, ...] = ())
         top_p=column("top_p", 1.0, np.float64),
         min_p=column("min_p", 0.0, np.float64),
         tops=column("tops", -1, np.int32),
-        adjustments=adjustments,
     )
 
 
@@ -129,7 +136,9 @@ RULES = st.builds(
 @given(st.lists(RULES, max_size=3, unique_by=lambda found: found.index), st.integers(0, 2**32), PARAMETERS)
 def test_adjustments_are_those_of_the_torch_sampler(rules: list[Adjustment], seed: int, row: dict[str, Any]) -> None:
     logits = np.random.default_rng(seed).standard_normal((3, VOCAB)).astype(np.float32)
-    wanted = inputs([row, row | {"seed": 1}, {}], tuple(rules))
+    wanted = inputs([row, row | {"seed": 1}, {}])
+    found = SAMPLER(logits, wanted, rules=rules).tokens
+    assert np.array_equal(found, sample(torch.from_numpy(logits.copy()), wanted, rules))
     assert np.array_equal(SAMPLER(logits, wanted).tokens, sample(torch.from_numpy(logits.copy()), wanted))
 
 
@@ -140,11 +149,11 @@ def test_scores_of_what_is_drawn_from_are_those_of_the_torch_sampler(
 ) -> None:
     logits = (np.random.default_rng(seed).standard_normal((4, VOCAB)) * 3).astype(np.float32)
     row = row | {"tops": 3}
-    wanted = inputs([row, row | {"seed": 1}, row, row | {"tops": -1}], tuple(rules))
+    wanted = inputs([row, row | {"seed": 1}, row, row | {"tops": -1}])
     wanted = dataclasses.replace(wanted, as_drawn=int32([0, 1]))
-    found = SAMPLER(logits, wanted)
+    found = SAMPLER(logits, wanted, rules=rules)
     assert found.sampled is not None
-    drawn = drawn_from(torch.from_numpy(logits.copy()), wanted)
+    drawn = drawn_from(torch.from_numpy(logits.copy()), wanted, rules)
     good = np.flatnonzero(found.tokens[:3] != NO_TOKEN)
     expected = score(drawn[good], torch.from_numpy(found.tokens[good]).long(), 3)
     np.testing.assert_allclose(found.sampled.values[good], expected.values, atol=2e-5)
@@ -154,8 +163,9 @@ def test_scores_of_what_is_drawn_from_are_those_of_the_torch_sampler(
 
 
 def test_no_allowed_id() -> None:
-    rules = (rule(0, banned_ids=int32([2]), allowed_ids=int32([2])),)
-    assert SAMPLER(np.zeros((1, VOCAB)), inputs([{"temperature": 1.0}], rules)).tokens.tolist() == [NO_TOKEN]
+    rules = [rule(0, banned_ids=int32([2]), allowed_ids=int32([2]))]
+    found = SAMPLER(np.zeros((1, VOCAB)), inputs([{"temperature": 1.0}]), rules=rules)
+    assert found.tokens.tolist() == [NO_TOKEN]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

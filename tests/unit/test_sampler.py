@@ -19,7 +19,7 @@ from worker.sampling import NO_TOKEN, Adjustment, SampleInputs, adjusts_logits
 VOCAB = 2000
 
 
-def inputs(rows: list[dict[str, Any]], adjustments: tuple[Adjustment, ...] = ()) -> SampleInputs:
+def inputs(rows: list[dict[str, Any]]) -> SampleInputs:
     """One entry for each row: seed, position, and parameters by their names."""
 
     def column(name: str, default: float, dtype: Any) -> np.ndarray:
@@ -35,7 +35,6 @@ def inputs(rows: list[dict[str, Any]], adjustments: tuple[Adjustment, ...] = ())
         top_p=column("top_p", 1.0, np.float64),
         min_p=column("min_p", 0.0, np.float64),
         tops=column("tops", -1, np.int32),
-        adjustments=adjustments,
     )
 
 
@@ -125,16 +124,11 @@ def test_draws_follow_the_distribution(row: dict[str, Any]) -> None:
 def test_bias_and_allowed_ids() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 10.0
-    tokens = sample(
-        logits,
-        inputs(
-            [{}, {}, {}],
-            (
-                rule(0, bias_ids=int32([9]), bias_values=np.array([11.0], np.float32)),
-                rule(2, allowed_ids=int32([8, 30])),
-            ),
-        ),
-    )
+    rules = [
+        rule(0, bias_ids=int32([9]), bias_values=np.array([11.0], np.float32)),
+        rule(2, allowed_ids=int32([8, 30])),
+    ]
+    tokens = sample(logits, inputs([{}, {}, {}]), rules)
     assert tokens.tolist() == [9, 5, 8]
     assert float(logits[:, 5].min()) == 10.0  # the raw logits, of which logprobs are taken, stay
 
@@ -143,7 +137,7 @@ def test_banned_ids_and_rows_without_any_allowed_id() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 2] = 10.0
     rules = (rule(0, banned_ids=int32([2])), rule(1, banned_ids=int32([2]), allowed_ids=int32([2])))
-    assert sample(logits, inputs([{}, {"temperature": 1.0}], rules)).tolist() == [0, NO_TOKEN]
+    assert sample(logits, inputs([{}, {"temperature": 1.0}]), rules).tolist() == [0, NO_TOKEN]
 
 
 def test_penalties() -> None:

@@ -26,7 +26,7 @@ from worker.parallel.group import ALONE, Group
 from worker.parallel.orders import StepOrder
 from worker.ranking import CHUNK, score
 from worker.sampler import drawn_from, sample
-from worker.sampling import NO_TOKEN, SampleInputs
+from worker.sampling import NO_TOKEN, Rules
 
 
 class CpuExecutor:
@@ -93,16 +93,17 @@ class CpuExecutor:
     def rest(self) -> None:
         """Nothing is put off."""
 
-    def run(self, inputs: StepInputs) -> StepOutputs:
+    def run(self, inputs: StepInputs, rules: Rules | None = None) -> StepOutputs:
         """One forward pass, then sampling."""
         with torch.inference_mode():
             hidden = self._forward(inputs)
             logits_SV = self._logits(hidden, inputs.sample.tokens)
-            tokens = sample(logits_SV, inputs.sample)
+            found = rules() if rules else ()
+            tokens = sample(logits_SV, inputs.sample, found)
             return StepOutputs(
                 finite=_finite(inputs, hidden, logits_SV, tokens),
                 tokens=tokens,
-                sampled=_score_sampled(logits_SV, tokens, inputs.sample),
+                sampled=_score_sampled(drawn_from(logits_SV, inputs.sample, found), tokens, inputs.sample.tops),
                 prompt=self._score_prompt(hidden, inputs),
             )
 
@@ -151,11 +152,10 @@ class CpuExecutor:
         return Scores(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
-def _score_sampled(logits_SV: Tensor, tokens: Int32, sampled: SampleInputs) -> Scores | None:
-    if not (sampled.tops >= 0).any():
+def _score_sampled(logits_SV: Tensor, tokens: Int32, tops: Int32) -> Scores | None:
+    if not (tops >= 0).any():
         return None
-    targets = torch.from_numpy(tokens).long().clamp(min=0)
-    return score(drawn_from(logits_SV, sampled), targets, int(sampled.tops.max()))
+    return score(logits_SV, torch.from_numpy(tokens).long().clamp(min=0), int(tops.max()))
 
 
 def _finite(inputs: StepInputs, hidden: Tensor, logits_SV: Tensor, sampled: Int32) -> NDArray[np.bool_]:

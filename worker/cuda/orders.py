@@ -108,7 +108,6 @@ class ForwardOrder:
                 top_p=np.ones(size),
                 min_p=np.zeros(size),
                 tops=zeros,
-                adjustments=(),
             ),
             score=ScoreInputs(rows=none, tokens=none, positions=none, targets=none, tops=none),
         )

@@ -20,6 +20,7 @@ from worker.parallel.link import in_step
 from worker.parallel.meeting import Member, Place, connect, judge, meet
 from worker.parallel.orders import CopyOrder, Orders, StepOrder
 from worker.parallel.split import check_split, part_of
+from worker.sampling import Rules
 
 log = structlog.get_logger()
 
@@ -62,11 +63,11 @@ class LeadingExecutor:
             self.orders.tell_copy(sources, targets)
             self.own.copy_blocks(sources, targets)
 
-    def run(self, inputs: StepInputs) -> StepOutputs:
+    def run(self, inputs: StepInputs, rules: Rules | None = None) -> StepOutputs:
         """One forward pass on every rank, then sampling here."""
         with in_step():
             self.orders.tell_step(inputs)
-            return self.own.run(inputs)
+            return self.own.run(inputs, rules)
 
     def rest(self) -> None:
         """Nothing is put off."""

@@ -19,6 +19,7 @@ from worker.cpu.native.weights import Weights, load_weights
 from worker.executor import StepOutputs
 from worker.inputs import StepInputs
 from worker.loader.model import ModelFiles
+from worker.sampling import Rules
 
 
 class NativeExecutor:
@@ -91,9 +92,9 @@ class NativeExecutor:
         """Copies whole KV blocks in every layer."""
         self.cache.copy(sources, targets)
 
-    def run(self, inputs: StepInputs) -> StepOutputs:
+    def run(self, inputs: StepInputs, rules: Rules | None = None) -> StepOutputs:
         """One forward pass, then sampling."""
-        outputs = self.step.launch(inputs)
+        outputs = self.step.launch(inputs, rules)
         return dataclasses.replace(outputs, limit_seconds=self.limit.seconds(inputs)) if self.limit else outputs
 
     def rest(self) -> None:

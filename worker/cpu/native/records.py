@@ -32,6 +32,13 @@ class Kind(IntEnum):
     QUANTISE = 6
 
 
+class Part(IntFlag):
+    """Which parts of a step a call runs."""
+
+    FORWARD = 1
+    HEAD = 2
+
+
 class Flag(IntFlag):
     """How an operation runs."""
 
@@ -114,9 +121,10 @@ ADJUSTMENT = np.dtype(
             for name in ("bias", "allowed", "banned", "known", "output")
             for end in ("begin", "end")
         ),
-        ("bits", np.int32),
+        ("bits", np.uint64),
         *((name, np.float32) for name in ("repetition", "presence", "frequency")),
-    ]
+    ],
+    align=True,
 )
 """Changes to one sampled row's logits."""
 
@@ -148,7 +156,6 @@ class Step(Structure):
                 "bias_ids",
                 "bias_values",
                 "allowed_ids",
-                "allowed_bits",
                 "banned_ids",
                 "known_ids",
                 "output_ids",
@@ -177,7 +184,7 @@ def _loaded(file: str) -> ctypes.CDLL:
     for name, result, arguments in (
         ("sb_open", c_void_p, (POINTER(Model), POINTER(Op), c_int32, POINTER(Op), c_int32)),
         ("sb_close", None, (c_void_p,)),
-        ("sb_run", None, (c_void_p, POINTER(Step))),
+        ("sb_run", None, (c_void_p, POINTER(Step), c_int32)),
         ("sb_linear", None, (c_void_p, POINTER(Op), c_int32)),
         ("sb_quantise", None, (c_void_p, c_int32, c_int32, POINTER(Activations))),
         ("sb_packed_bytes", c_int64, (c_int32, c_int32, c_int32)),

@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from proto.messages import Int32
-from worker.cpu.native.records import ADJUSTMENT, Model, Op, Step, address, native
+from worker.cpu.native.records import ADJUSTMENT, Model, Op, Part, Step, address, native
 from worker.executor import Scores, StepOutputs
 from worker.inputs import StepInputs
-from worker.sampling import NO_TOKEN, Adjustment, SampleInputs
+from worker.sampling import NO_TOKEN, Adjustment, Rules
 
 # Columns of a step's inputs and results: name, NumPy type.
 TOKEN_COLUMNS = (("ids", np.int32), ("positions", np.int32), ("slots", np.int32), ("token_finite", np.uint8))
@@ -39,6 +39,15 @@ HEAD_COLUMNS = (
     ("score_values", np.float32),
     ("score_ranks", np.int32),
 )
+
+# An adjustment's spans, and the columns that they are in.
+ID_COLUMNS = {
+    "bias": ("bias_ids", "bias_values"),
+    "allowed": ("allowed_ids",),
+    "banned": ("banned_ids",),
+    "known": ("known_ids",),
+    "output": ("output_ids", "output_counts"),
+}
 
 AS_DRAWN = 2  # in wants_score: the score is of the distribution that the token is drawn from
 
@@ -78,20 +87,24 @@ class CapturedStep:
         self._engine = engine
         self.close = weakref.finalize(self, self._library.sb_close, engine)
 
-    def launch(self, inputs: StepInputs) -> StepOutputs:
-        """Writes the step's KV, samples and scores."""
+    def launch(self, inputs: StepInputs, rules: Rules | None = None) -> StepOutputs:
+        """Writes the step's KV, samples and scores; in two calls when there are rules, which are asked between them."""
         samples, scores = len(inputs.sample.rows), len(inputs.score.tokens)
         num_top = max(inputs.sample.tops.max(initial=0), inputs.score.tops.max(initial=0))
         self._fill(inputs)
-        # These live until the call returns.
-        kept = [self._fill_tables(inputs), self._fill_adjustments(inputs.sample)]
+        kept = [self._fill_tables(inputs)]  # what the library reads, until it returns
         top_ids = np.zeros((samples + scores, num_top), np.int32)
         top_values = np.zeros((samples + scores, num_top), np.float32)
         step = self._step
         step.tokens, step.rows, step.num_top = len(inputs.token_ids), len(inputs.rows), num_top
         step.samples, step.scores = samples, scores
         step.top_ids, step.top_values = address(top_ids), address(top_values)
-        self._library.sb_run(self._engine, ctypes.byref(step))
+        if rules is None:
+            self._run(Part.FORWARD | Part.HEAD)
+        else:
+            self._run(Part.FORWARD)
+            kept += self._fill_adjustments(rules())
+            self._run(Part.HEAD)
         del kept
         return StepOutputs(
             finite=self._finite(inputs),
@@ -100,6 +113,9 @@ class CapturedStep:
             prompt=self._scores(samples, samples + scores, top_ids, top_values) if scores else None,
             kernel_seconds=float(self._columns["seconds"][0]),
         )
+
+    def _run(self, parts: Part) -> None:
+        self._library.sb_run(self._engine, ctypes.byref(self._step), parts)
 
     def _fill(self, inputs: StepInputs) -> None:
         sample, score = inputs.sample, inputs.score
@@ -119,6 +135,7 @@ class CapturedStep:
             ("wants_score", sample.tops >= 0),
         ):
             self._columns[name][: len(values)] = values
+        self._columns["adjustment_of"][: len(sample.tokens)] = -1
         self._columns["wants_score"][sample.as_drawn] = AS_DRAWN
         self._columns["sources"][len(sample.tokens) : len(sample.tokens) + len(score.tokens)] = score.tokens
 
@@ -127,32 +144,26 @@ class CapturedStep:
         self._step.tables, self._step.table_width = address(tables), tables.shape[1]
         return tables
 
-    def _fill_adjustments(self, sample: SampleInputs) -> list[NDArray[Any]]:
+    def _fill_adjustments(self, rules: Sequence[Adjustment]) -> list[NDArray[Any]]:
         """Flat id columns with each adjustment's spans in them."""
-        rules, of = sample.adjustments, self._columns["adjustment_of"]
-        of[: len(sample.rows)] = -1
         if not rules:
             return []
         records = np.zeros(len(rules), ADJUSTMENT)
-        of[[rule.index for rule in rules]] = np.arange(len(rules))
+        self._columns["adjustment_of"][[rule.index for rule in rules]] = np.arange(len(rules))
         for name in ("repetition", "presence", "frequency"):
             records[name] = [getattr(rule, name) for rule in rules]
-        kept = [records]
+        records["bits"] = [address(rule.allowed_bits) if len(rule.allowed_bits) else 0 for rule in rules]
         self._step.adjustments = address(records)
-        masked = [rule.allowed_bits for rule in rules if len(rule.allowed_bits)]
-        records["bits"] = -1
-        if masked:
-            records["bits"][[len(rule.allowed_bits) > 0 for rule in rules]] = np.arange(len(masked))
-            kept.append(np.stack(masked))
-            self._step.allowed_bits = address(kept[-1])
-        for kind in ("bias", "allowed", "banned", "known", "output"):
-            ends = np.cumsum([len(getattr(rule, f"{kind}_ids")) for rule in rules])
-            records[f"{kind}_end"], records[f"{kind}_begin"][1:] = ends, ends[:-1]
-            kept.append(self._flat(rules, f"{kind}_ids"))
-        kept += [self._flat(rules, "bias_values"), self._flat(rules, "output_counts")]
+        kept = [records, *(rule.allowed_bits for rule in rules)]
+        for kind, columns in ID_COLUMNS.items():
+            sizes = [len(getattr(rule, columns[0])) for rule in rules]
+            if any(sizes):
+                ends = np.cumsum(sizes)
+                records[f"{kind}_end"], records[f"{kind}_begin"][1:] = ends, ends[:-1]
+                kept += [self._flat(rules, name) for name in columns]
         return kept
 
-    def _flat(self, rules: tuple[Adjustment, ...], name: str) -> NDArray[Any]:
+    def _flat(self, rules: Sequence[Adjustment], name: str) -> NDArray[Any]:
         column = np.concatenate([getattr(rule, name) for rule in rules])
         setattr(self._step, name, address(column))
         return column

@@ -1,5 +1,6 @@
-// Runs recorded programs. A step is one call: the forward part over all tokens, then for the tokens whose logits count
-// the head part, a few rows at a time, each followed by sampling.
+// Runs recorded programs. A step has two parts: the forward part over all tokens, then for the tokens whose logits count
+// the head part, a few rows at a time, each followed by sampling. One call runs both, unless the host has to look at
+// something between them.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -37,22 +38,26 @@ class Engine {
     for (int thread = 0; thread < model.threads; ++thread) attentions_.emplace_back(model);
   }
 
-  void run(const Step& step) {
+  void run(const Step& step, int parts) {
     const auto began = std::chrono::steady_clock::now();
-    if (model_.kv) kv_.expect(*std::max_element(step.slots, step.slots + step.tokens) / model_.block_size);
-    items_ = attention_items(model_, step);
-    const int rows = step.samples + step.scores;
+    const int rows = parts & HEAD ? step.samples + step.scores : 0;
     const size_t rounds = (rows + model_.head_rows - 1) / model_.head_rows;
     reserve(forward_.size() + 1 + rounds * (head_.size() + 1));
-    Work* work = prepare(works_.get(), forward_, step.tokens);
-    (work++)->reset(token_pieces(step.tokens));
+    Work* work = works_.get();
+    if (parts & FORWARD) {
+      *step.seconds = 0;
+      if (model_.kv) kv_.expect(*std::max_element(step.slots, step.slots + step.tokens) / model_.block_size);
+      items_ = attention_items(model_, step);
+      work = prepare(work, forward_, step.tokens);
+      (work++)->reset(token_pieces(step.tokens));
+    }
     for (int first = 0; first < rows; first += model_.head_rows) {
       const int count = std::min(model_.head_rows, rows - first);
       work = prepare(work, head_, count);
       (work++)->reset(count);
     }
-    pool_.run([&](int thread) { take_part(step, thread); });
-    *step.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    pool_.run([&](int thread) { take_part(step, parts & FORWARD, rows, thread); });
+    *step.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   }
 
   void linear_only(const Op& op, int tokens) {
@@ -105,8 +110,8 @@ class Engine {
 
   static int gate_pieces(const Op& op) { return (op.k + GATE_COLUMNS - 1) / GATE_COLUMNS; }
 
-  // One thread's way through a step: it helps with every operation that is not complete.
-  void take_part(const Step& step, int thread) {
+  // One thread's way through a call, `rows` of which get logits: it helps with every operation that is not complete.
+  void take_part(const Step& step, bool forward, int rows, int thread) {
     Work* work = works_.get();
     Work* waited = work;  // all before it are complete
     const auto settle = [&] {
@@ -119,12 +124,13 @@ class Engine {
       }
       settle();
     };
-    play(forward_, step.tokens, nullptr);
-    by_tokens(step.tokens, *work++, [&](int token) {
-      const float* state = model_.hidden_states + static_cast<size_t>(token) * model_.hidden;
-      step.token_finite[token] = all_finite(state, model_.hidden);
-    });
-    const int rows = step.samples + step.scores;
+    if (forward) {
+      play(forward_, step.tokens, nullptr);
+      by_tokens(step.tokens, *work++, [&](int token) {
+        const float* state = model_.hidden_states + static_cast<size_t>(token) * model_.hidden;
+        step.token_finite[token] = all_finite(state, model_.hidden);
+      });
+    }
     for (int first = 0; first < rows; first += model_.head_rows) {
       settle();
       const int count = std::min(model_.head_rows, rows - first);
@@ -199,7 +205,8 @@ Engine* sb_open(const Model* model, const Op* forward, int forward_count, const 
 
 void sb_close(Engine* engine) { delete engine; }
 
-void sb_run(Engine* engine, const Step* step) { engine->run(*step); }
+// parts: a sum of FORWARD and HEAD; the head part follows the forward part of the same step.
+void sb_run(Engine* engine, const Step* step, int parts) { engine->run(*step, parts); }
 
 // For tests and benchmarks: one linear map over activations that are quantised already.
 void sb_linear(Engine* engine, const Op* op, int tokens) { engine->linear_only(*op, tokens); }

@@ -90,7 +90,7 @@ void adjust(const Step& step, const Adjustment& rule, int vocab, SamplerScratch&
     for (int id = 0; id < vocab; ++id)
       if (!scratch.allowed[id]) x[id] = MINUS_INFINITY;
   }
-  if (rule.bits >= 0) keep_bits(step.allowed_bits + static_cast<size_t>(rule.bits) * ((vocab + 31) / 32), vocab, x);
+  if (rule.bits) keep_bits(rule.bits, vocab, x);
   for (int i = rule.banned_begin; i < rule.banned_end; ++i) x[step.banned_ids[i]] = MINUS_INFINITY;
   for (int i = rule.known_begin; i < rule.known_end; ++i) {
     float& value = x[step.known_ids[i]];
@@ -118,14 +118,15 @@ int draw(const float* x, int vocab, float best, float heat, const PhiloxKey& key
   const __m256 top = _mm256_set1_ps(best), divisor = _mm256_set1_ps(heat);
   int i = 0;
   for (; i + LANES <= vocab; i += LANES) {
-    const __m256i word = philox8(key, i);
     const __m256 value = _mm256_div_ps(_mm256_sub_ps(_mm256_loadu_ps(x + i), top), divisor);
+    const int allowed = _mm256_movemask_ps(_mm256_cmp_ps(value, _mm256_set1_ps(MINUS_INFINITY), _CMP_GT_OQ));
+    if (!allowed) continue;
+    const __m256i word = philox8(key, i);
     const __m256 limit = exp8(_mm256_sub_ps(value, _mm256_set1_ps(static_cast<float>(so_far) - 1e-3f)));
     // 1 - u to 23 bits, rounded down: its upper 23 bits as a fraction.
     const __m256i rest = _mm256_srli_epi32(_mm256_xor_si256(word, _mm256_set1_epi32(-1)), 9);
     const __m256 distance = _mm256_mul_ps(_mm256_cvtepi32_ps(rest), _mm256_set1_ps(0x1p-23f));
-    int near = _mm256_movemask_ps(_mm256_cmp_ps(distance, limit, _CMP_LE_OQ));
-    near &= _mm256_movemask_ps(_mm256_cmp_ps(value, _mm256_set1_ps(MINUS_INFINITY), _CMP_GT_OQ));
+    int near = _mm256_movemask_ps(_mm256_cmp_ps(distance, limit, _CMP_LE_OQ)) & allowed;
     if (!near) continue;
     alignas(32) uint32_t words[LANES];
     _mm256_store_si256(reinterpret_cast<__m256i*>(words), word);

@@ -17,6 +17,9 @@ inline bool is_quantised(int format) { return format >= Q8_0; }
 
 enum Kind : int32_t { EMBED = 0, NORM = 1, LINEAR = 2, ROPE = 3, ATTENTION = 4, GATE = 5, QUANTISE = 6 };
 
+// Parts of a step.
+enum Part : int32_t { FORWARD = 1, HEAD = 2 };
+
 // Flags of an operation.
 enum Flag : int32_t {
   WAIT = 1,      // all operations before this one must be complete
@@ -81,7 +84,7 @@ struct Adjustment {
   int32_t banned_begin, banned_end;
   int32_t known_begin, known_end;
   int32_t output_begin, output_end;
-  int32_t bits;  // which line of allowed_bits, -1 for none
+  const uint32_t* bits;  // vocab / 32 words, rounded up: bit id % 32 of word id / 32 is for id; null for none
   float repetition, presence, frequency;
 };
 
@@ -113,7 +116,6 @@ struct Step {
   const int32_t* bias_ids;
   const float* bias_values;
   const int32_t* allowed_ids;
-  const uint32_t* allowed_bits;  // lines of vocab / 32 words, rounded up; bit id % 32 of word id / 32
   const int32_t* banned_ids;
   const int32_t* known_ids;
   const int32_t* output_ids;
