@@ -31,6 +31,7 @@ from scheduler.steptime import StepTime
 REMIND_AFTER = 0.35  # seconds since the last message of a worker, which sends a heartbeat each quarter second
 LOST_AFTER = 1.0  # seconds that a worker is idle with a plan in flight, before the plan or its result counts as lost
 MAX_PLAN_FAULTS = 3  # from so many in a row on, a plan that cannot be applied counts as one that fails
+MAX_REJECTED = 100_000  # frames that a worker can have rejected between two beats
 MAX_TABLE_ENTRIES = 2**31  # tokens of all rows of one worker
 
 Replies = list[Outgoing[SchedulerToWorker]]
@@ -245,9 +246,9 @@ def _confirm(state: SchedulerState, worker: Worker) -> None:
 
 
 def _count_rejected(state: SchedulerState, worker: Worker, beat: Heartbeat) -> None:
-    """A beat that was overtaken says less than one before it."""
+    """A beat that was overtaken says less than one before it; a count that no beat can reach is not believed."""
     if beat.rejected > worker.rejected:
-        state.totals.dropped["malformed at a worker"] += beat.rejected - worker.rejected
+        state.totals.dropped["malformed at a worker"] += min(beat.rejected - worker.rejected, MAX_REJECTED)
         worker.rejected = beat.rejected
 
 

@@ -125,9 +125,14 @@ def within_runs(counts: Int32) -> Int32:
     return int32(np.arange(counts.sum()) - np.repeat(firsts, counts))
 
 
+NO_SCORES = ScoreInputs(rows=int32(), tokens=int32(), positions=int32(), targets=int32(), tops=int32())
+
+
 def _score_inputs(batch: Batch, rows: Int32, starts: Int32, offsets: Int32) -> ScoreInputs:
     """Targets are the prompt tokens after the computed ones, from the first that is to be reported."""
     tops = batch.sampling.prompt_logprobs[rows]
+    if tops.max(initial=-1) < 0:
+        return NO_SCORES
     first = np.maximum(np.maximum(batch.logprobs_from[rows], 1), starts + 1)
     end = np.minimum(batch.num_prompt[rows], starts + np.diff(offsets) + 1)
     numbers = np.where(tops >= 0, np.maximum(end - first, 0), 0)

@@ -1,4 +1,7 @@
-"""Proves that a plan fits the batch before anything is changed; PlanError says what does not."""
+"""Proves that a plan fits the batch before anything is changed; PlanError says what does not.
+
+Every step waits for this: what a plan does not have is not looked at.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ from worker.errors import PlanError, UnimplementedError
 
 def check_plan(plan: StepPlan, batch: Batch, *, max_step_tokens: int, vocab_size: int, weights_version: int) -> None:
     """Raises PlanError (UnimplementedError for what is reserved) and changes nothing."""
-    _check_leaves(plan.leaves, batch)
-    _check_entries(plan, batch)
+    if len(plan.leaves):
+        _check_leaves(plan.leaves, batch)
+    if plan.entries:
+        _check_entries(plan, batch)
     joining: set[int] = set()
     for join in plan.joins:
         _check_place(join, batch, plan.leaves, joining)
@@ -104,19 +109,21 @@ def _check_rows(plan: StepPlan, batch: Batch, joining: set[int]) -> None:
     """The plan's rows are taken once leaves and joins are applied, and its columns belong together."""
     if not len(plan.rows) == len(plan.starts) == len(plan.counts) or len(plan.drafts) not in (0, len(plan.rows)):
         raise PlanError("rows, starts, counts and drafts differ in length")
-    if (plan.drafts < 0).any():
+    if len(plan.drafts) and plan.drafts.min() < 0:
         raise PlanError("drafts must not be negative")
     _check_range(plan.rows, batch.max_rows, "rows: row")
     _check_distinct(plan.rows, "rows: row")
     taken = batch.sequence != FREE
-    taken[plan.leaves] = False
-    taken[list(joining)] = True
-    for row in plan.rows[~taken[plan.rows]][:1]:
-        raise PlanError(f"rows: row {row} is empty")
+    if len(plan.leaves):
+        taken[plan.leaves] = False
+    if joining:
+        taken[list(joining)] = True
+    if not taken[plan.rows].all():
+        raise PlanError(f"rows: row {plan.rows[~taken[plan.rows]][0]} is empty")
     if len(plan.blocks) != 1:
         raise PlanError(f"new blocks for {len(plan.blocks)} KV groups: this worker has one")
     new = plan.blocks[0]
-    if len(new.counts) != len(plan.rows) or (new.counts < 0).any() or new.counts.sum() != len(new.ids):
+    if len(new.counts) != len(plan.rows) or new.counts.min(initial=0) < 0 or new.counts.sum() != len(new.ids):
         raise PlanError("new blocks: counts do not match the rows and ids")
     _check_range(new.ids, batch.num_blocks, "new blocks: block")
 
@@ -126,29 +133,31 @@ def _check_work(plan: StepPlan, batch: Batch, max_step_tokens: int) -> None:
     rows, new = plan.rows, plan.blocks[0]
     computed, known = batch.computed[rows], batch.num_tokens[rows]
     stopped, held, limit = batch.stopped[rows], batch.table_length[rows], batch.limit[rows]
-    drafts = plan.drafts if len(plan.drafts) else np.zeros_like(rows)
     for join in plan.joins:
         at = rows == join.row
         computed[at], known[at] = join.computed, len(join.tokens)
         stopped[at], held[at] = False, len(join.blocks[0])
         limit[at] = join.max_length
-    end = plan.starts.astype(np.int64) + plan.counts
+    going, counts = ~stopped, plan.counts.astype(np.int64)
+    end = plan.starts + counts
     tables = held + new.counts
-    _refuse(plan, ~stopped & (plan.starts != computed), lambda i: f"starts at {plan.starts[i]}, computed {computed[i]}")
-    _refuse(plan, ~stopped & (plan.counts < 1), lambda i: f"count {plan.counts[i]} is below 1")
-    _refuse(plan, ~stopped & (end > known), lambda i: f"computes to {end[i]}, but {known[i]} tokens are known")
-    end += drafts
+    _refuse(plan, going & (plan.starts != computed), lambda i: f"starts at {plan.starts[i]}, computed {computed[i]}")
+    _refuse(plan, going & (counts < 1), lambda i: f"count {counts[i]} is below 1")
+    _refuse(plan, going & (end > known), lambda i: f"computes to {end[i]}, but {known[i]} tokens are known")
+    if len(plan.drafts):
+        drafts = plan.drafts
+        counts, end = counts + drafts, end + drafts
+        _refuse(
+            plan,
+            going & (drafts > 0) & ((end != known + drafts) | (end >= limit)),
+            lambda i: f"has {drafts[i]} drafts where none fit",
+        )
     _refuse(
         plan,
-        ~stopped & (drafts > 0) & ((end != known + drafts) | (end >= limit)),
-        lambda i: f"has {drafts[i]} drafts where none fit",
-    )
-    _refuse(
-        plan,
-        (tables > batch.max_table) | (~stopped & (tables * batch.block_size < end)),
+        (tables > batch.max_table) | (going & (tables * batch.block_size < end)),
         lambda i: f"{tables[i]} blocks of {batch.block_size} for {end[i]} positions",
     )
-    total = int((plan.counts + drafts)[~stopped].sum())
+    total = int(counts[going].sum())
     if total > max_step_tokens:
         raise PlanError(f"the plan computes {total} tokens, more than {max_step_tokens}")
     _check_new_blocks(plan, batch, new)
@@ -170,17 +179,20 @@ def _check_new_blocks(plan: StepPlan, batch: Batch, new: NewBlocks) -> None:
 
 
 def _refuse(plan: StepPlan, wrong: NDArray[np.bool_], text: Callable[[int], str]) -> None:
-    for index in np.flatnonzero(wrong)[:1]:
-        raise PlanError(f"rows: row {plan.rows[index]} {text(int(index))}")
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise PlanError(f"rows: row {plan.rows[index]} {text(index)}")
 
 
 def _check_range(values: NDArray[np.integer], end: int, what: str) -> None:
-    for value in values[(values < 0) | (values >= end)][:1]:
-        raise PlanError(f"{what} {value} is outside 0 to {end - 1}")
+    wrong = (values < 0) | (values >= end)
+    if wrong.any():
+        raise PlanError(f"{what} {values[wrong][0]} is outside 0 to {end - 1}")
 
 
 def _check_distinct(values: NDArray[np.integer], what: str) -> None:
     if len(values) > 1:
         ordered = np.sort(values)
-        for value in ordered[1:][ordered[1:] == ordered[:-1]][:1]:
-            raise PlanError(f"{what} {value} is given twice")
+        twice = ordered[1:] == ordered[:-1]
+        if twice.any():
+            raise PlanError(f"{what} {ordered[1:][twice][0]} is given twice")

@@ -111,8 +111,11 @@ def _reasons(batch: Batch, rows: Int32, chosen: Int32, sampled: np.ndarray, fini
     ends = sampled & (chosen[:, None] == batch.sampling.ends[rows]).any(axis=1)
     known = batch.num_tokens[rows]
     full = (known == batch.limit[rows]) & (sampled | (batch.computed[rows] == known))
-    reasons = np.where(ends, FinishReason.STOP, np.where(full, FinishReason.LENGTH, FinishReason.NONE))
-    return int32(np.where(finite, reasons, FinishReason.NOT_FINITE))
+    reasons = np.full(len(rows), FinishReason.NONE, np.int32)
+    reasons[full] = FinishReason.LENGTH
+    reasons[ends] = FinishReason.STOP
+    reasons[~finite] = FinishReason.NOT_FINITE
+    return reasons
 
 
 def _logprobs(active: Int32, inputs: RowInputs, outputs: StepOutputs, kept: np.ndarray) -> Logprobs | None:

@@ -14,7 +14,7 @@ from proto.messages import SamplingParams, int32
 from tests.unit.test_sampler import inputs
 from worker.philox import gumbel
 from worker.sampler import adjust, drawn_from, sample
-from worker.sampling import constraint, penalties_of
+from worker.sampling import Adjustment, constraint, penalties_of
 
 VOCAB = 500
 PROMPT = [3, 5, 5, 9]
@@ -132,13 +132,10 @@ def test_the_distribution_that_is_drawn_from_is_that_of_the_warped_logits(
     penalised = warped.clone()
     for processor in processors:
         warped = processor(IDS, warped)
-    rule = constraint(SamplingParams(), 0, int32(), None)
-    rules = tuple(
-        dataclasses.replace(rule, index=index, repetition=1.3, known_ids=int32(np.unique(IDS.numpy())))
-        for index in range(3)
-    )
-    wanted = inputs([row, row, row | {"temperature": 0.0}], rules)
-    found = drawn_from(scores.expand(3, -1).contiguous(), dataclasses.replace(wanted, as_drawn=int32([0, 2])))
+    known = int32(np.unique(IDS.numpy()))
+    rules = [Adjustment(index=index, repetition=1.3, known_ids=known) for index in range(3)]
+    wanted = dataclasses.replace(inputs([row, row, row | {"temperature": 0.0}]), as_drawn=int32([0, 2]))
+    found = drawn_from(scores.expand(3, -1).contiguous(), wanted, rules)
     for line, expected in zip(found, (warped[0], scores[0], penalised[0]), strict=True):
         torch.testing.assert_close(line.log_softmax(-1), expected.log_softmax(-1))
 

@@ -13,6 +13,7 @@ from proto.messages import Header, Heartbeat, Phase, Reset, StepPlan, StepResult
 from scheduler.advance import advance
 from scheduler.events import FromWorker
 from scheduler.state import SchedulerState
+from scheduler.workers import MAX_REJECTED
 from services.bench.faults.frontend_node import SimSequence
 from services.bench.faults.peers import WorkerNode
 from services.bench.faults.strict_worker import StrictWorker
@@ -195,6 +196,13 @@ def test_frames_that_a_worker_rejected_are_counted_once() -> None:
     for told in (2, 2, 1, 5):
         advance(state, [beat_of(header, rejected=told)], 0.1)
     assert state.totals.dropped == {"malformed at a worker": 5}
+
+
+def test_a_count_of_rejected_frames_that_cannot_be_is_bounded() -> None:
+    state, header = joined()
+    for told in (7, 2**63 - 1, 2**63 - 1):
+        advance(state, [beat_of(header, rejected=told)], 0.1)
+    assert state.totals.dropped == {"malformed at a worker": 7 + MAX_REJECTED}
 
 
 def test_a_ledger_names_the_rows_that_differ() -> None:

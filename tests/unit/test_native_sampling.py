@@ -74,14 +74,6 @@ def inputs(rows: list[dict[str, Any]]) -> SampleInputs:
     )
 
 
-def rule(index: int, **changes: Any) -> Adjustment:
-    defaults: dict[str, Any] = dict.fromkeys(
-        ("bias_ids", "allowed_ids", "allowed_bits", "banned_ids", "known_ids", "output_ids", "output_counts"), int32()
-    )
-    defaults |= {"bias_values": np.zeros(0, np.float32), "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    return Adjustment(index=index, **(defaults | changes))
-
-
 PARAMETERS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.5, 1.0, 2.0]),
@@ -109,8 +101,8 @@ BITS = st.integers(0, 2**32).map(
     lambda seed: np.random.default_rng(seed).integers(-(2**31), 2**31, -(-VOCAB // 32)).astype(np.int32)
 )
 RULES = st.builds(
-    lambda index, bits, bias, allowed, banned, known, output, repetition, presence, frequency: rule(
-        index,
+    lambda index, bits, bias, allowed, banned, known, output, repetition, presence, frequency: Adjustment(
+        index=index,
         bias_ids=bias,
         bias_values=np.linspace(-9, 9, len(bias), dtype=np.float32),
         allowed_ids=allowed,
@@ -163,7 +155,7 @@ def test_scores_of_what_is_drawn_from_are_those_of_the_torch_sampler(
 
 
 def test_no_allowed_id() -> None:
-    rules = [rule(0, banned_ids=int32([2]), allowed_ids=int32([2]))]
+    rules = [Adjustment(index=0, banned_ids=int32([2]), allowed_ids=int32([2]))]
     found = SAMPLER(np.zeros((1, VOCAB)), inputs([{"temperature": 1.0}]), rules=rules)
     assert found.tokens.tolist() == [NO_TOKEN]
 

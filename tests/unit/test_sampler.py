@@ -38,14 +38,6 @@ def inputs(rows: list[dict[str, Any]]) -> SampleInputs:
     )
 
 
-def rule(index: int = 0, **changes: Any) -> Adjustment:
-    defaults: dict[str, Any] = dict.fromkeys(
-        ("bias_ids", "allowed_ids", "allowed_bits", "banned_ids", "known_ids", "output_ids", "output_counts"), int32()
-    )
-    defaults |= {"bias_values": np.zeros(0, np.float32), "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-    return Adjustment(index=index, **(defaults | changes))
-
-
 def kept(logits: np.ndarray, row: dict[str, Any]) -> np.ndarray:
     """Which tokens top-k, top-p and min-p leave, by their definitions, in float64."""
     x = logits.astype(np.float64) / row["temperature"]
@@ -125,8 +117,8 @@ def test_bias_and_allowed_ids() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 10.0
     rules = [
-        rule(0, bias_ids=int32([9]), bias_values=np.array([11.0], np.float32)),
-        rule(2, allowed_ids=int32([8, 30])),
+        Adjustment(index=0, bias_ids=int32([9]), bias_values=np.array([11.0], np.float32)),
+        Adjustment(index=2, allowed_ids=int32([8, 30])),
     ]
     tokens = sample(logits, inputs([{}, {}, {}]), rules)
     assert tokens.tolist() == [9, 5, 8]
@@ -136,7 +128,10 @@ def test_bias_and_allowed_ids() -> None:
 def test_banned_ids_and_rows_without_any_allowed_id() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[:, 2] = 10.0
-    rules = (rule(0, banned_ids=int32([2])), rule(1, banned_ids=int32([2]), allowed_ids=int32([2])))
+    rules = (
+        Adjustment(index=0, banned_ids=int32([2])),
+        Adjustment(index=1, banned_ids=int32([2]), allowed_ids=int32([2])),
+    )
     assert sample(logits, inputs([{}, {"temperature": 1.0}]), rules).tolist() == [0, NO_TOKEN]
 
 
@@ -144,7 +139,8 @@ def test_penalties() -> None:
     row = torch.tensor([4.0, -2.0, 3.0, 1.0])
     adjust(
         row,
-        rule(
+        Adjustment(
+            index=0,
             repetition=2.0,
             known_ids=int32([0, 1]),
             presence=0.25,

@@ -200,8 +200,8 @@ def test_a_guess_that_leads_to_nan_is_as_if_it_had_not_been_made(native: Runner,
     expected, _ = streams(native, SamplingParams(), drafts=0)
     run = native.executor.run
 
-    def spoil(inputs: Any) -> Any:
-        outputs = run(inputs)
+    def spoil(inputs: Any, rules: Any) -> Any:
+        outputs = run(inputs, rules)
         if not len(inputs.drafts):
             return outputs
         return dataclasses.replace(outputs, finite=outputs.finite & (inputs.drafts == 0))

@@ -18,7 +18,7 @@ from proto.messages import Int32
 from worker.cpu.native.records import ADJUSTMENT, Model, Op, Part, Step, address, native
 from worker.executor import Scores, StepOutputs
 from worker.inputs import StepInputs
-from worker.sampling import NO_TOKEN, Adjustment, Rules
+from worker.sampling import Adjustment, Rules
 
 # Columns of a step's inputs and results: name, NumPy type.
 TOKEN_COLUMNS = (("ids", np.int32), ("positions", np.int32), ("slots", np.int32), ("token_finite", np.uint8))
@@ -40,14 +40,14 @@ HEAD_COLUMNS = (
     ("score_ranks", np.int32),
 )
 
-# An adjustment's spans, and the columns that they are in.
-ID_COLUMNS = {
-    "bias": ("bias_ids", "bias_values"),
-    "allowed": ("allowed_ids",),
-    "banned": ("banned_ids",),
-    "known": ("known_ids",),
-    "output": ("output_ids", "output_counts"),
-}
+# The columns that an adjustment's spans are in, in their order.
+ID_COLUMNS = (
+    ("bias_ids", "bias_values"),
+    ("allowed_ids",),
+    ("banned_ids",),
+    ("known_ids",),
+    ("output_ids", "output_counts"),
+)
 
 AS_DRAWN = 2  # in wants_score: the score is of the distribution that the token is drawn from
 
@@ -73,6 +73,7 @@ class CapturedStep:
             (TOKEN_COLUMNS, max_tokens),
             (SAMPLE_COLUMNS, max_samples),
             (HEAD_COLUMNS, max_samples + max_tokens),
+            ((("adjustments", np.uint8),), max_samples * ADJUSTMENT.size),
             ((("targets", np.int32),), max_tokens),
             ((("offsets", np.int32),), max_rows + 1),
             ((("seconds", np.float64),), 1),
@@ -146,20 +147,20 @@ class CapturedStep:
 
     def _fill_adjustments(self, rules: Sequence[Adjustment]) -> list[NDArray[Any]]:
         """Flat id columns with each adjustment's spans in them."""
-        if not rules:
-            return []
-        records = np.zeros(len(rules), ADJUSTMENT)
-        self._columns["adjustment_of"][[rule.index for rule in rules]] = np.arange(len(rules))
-        for name in ("repetition", "presence", "frequency"):
-            records[name] = [getattr(rule, name) for rule in rules]
-        records["bits"] = [address(rule.allowed_bits) if len(rule.allowed_bits) else 0 for rule in rules]
-        self._step.adjustments = address(records)
-        kept = [records, *(rule.allowed_bits for rule in rules)]
-        for kind, columns in ID_COLUMNS.items():
-            sizes = [len(getattr(rule, columns[0])) for rule in rules]
-            if any(sizes):
-                ends = np.cumsum(sizes)
-                records[f"{kind}_end"], records[f"{kind}_begin"][1:] = ends, ends[:-1]
+        records, ends = self._columns["adjustments"].data, [0] * len(ID_COLUMNS)
+        for number, rule in enumerate(rules):
+            self._columns["adjustment_of"][rule.index] = number
+            spans = []
+            for kind, (name, *_) in enumerate(ID_COLUMNS):
+                spans.append(ends[kind])
+                ends[kind] += len(getattr(rule, name))
+                spans.append(ends[kind])
+            bits = address(rule.allowed_bits) if len(rule.allowed_bits) else 0
+            strengths = (rule.repetition, rule.presence, rule.frequency)
+            ADJUSTMENT.pack_into(records, number * ADJUSTMENT.size, *spans, bits, *strengths)
+        kept = [rule.allowed_bits for rule in rules]
+        for end, columns in zip(ends, ID_COLUMNS, strict=True):
+            if end:
                 kept += [self._flat(rules, name) for name in columns]
         return kept
 
@@ -180,6 +181,8 @@ class CapturedStep:
         """[A]. A NaN or infinity at a token stays in its hidden state, so these stand for the KV that was written."""
         tokens = self._columns["token_finite"][: len(inputs.token_ids)] != 0
         sources = inputs.sample.tokens
-        found = self._columns["sampled"][: len(sources)] != NO_TOKEN
-        tokens[sources] &= (self._columns["logits_finite"][: len(sources)] != 0) & found
+        good = (self._columns["logits_finite"][: len(sources)] != 0) & (self._columns["sampled"][: len(sources)] >= 0)
+        if good.all() and tokens.all():
+            return np.ones(len(inputs.rows), bool)
+        tokens[sources] &= good
         return np.logical_and.reduceat(tokens, inputs.offsets[:-1])
