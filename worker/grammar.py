@@ -2,7 +2,7 @@
 
 A row's matcher is made when the row joins, from its spec and the output that it already has, off the step's thread;
 then each sampled token advances it, and the bits for the next one are computed by other threads, which do not need the
-interpreter, while the result travels and the device works. A row whose grammar failed allows nothing.
+interpreter, while the device works. A row whose grammar failed allows nothing.
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ class GrammarRows:
         self._nothing = np.zeros(compiler.num_words, np.int32)
         self._advancing = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._masks: Future[None] | None = None
+        self._taken: list[tuple[RowGrammar, int]] = []  # sampled tokens that no mask was computed for yet
 
     def join(self, join: Join) -> None:
         """A row begins; its grammar, if it has one, is compiled in the background."""
@@ -187,6 +188,7 @@ class GrammarRows:
             return None
         if not grammar.failed:
             grammar.compiled.result()
+        self.start()
         if self._masks is not None:
             self._masks.result()
         return grammar.bits
@@ -196,9 +198,13 @@ class GrammarRows:
         if not self.rows:
             return
         pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
-        taken = [(self.rows[row], token) for row, token in pairs if row in self.rows]
-        if taken:
-            self._masks = self._advancing.submit(self._advance, taken, self._reports)
+        self._taken += [(self.rows[row], token) for row, token in pairs if row in self.rows]
+
+    def start(self) -> None:
+        """Have what the rows may say next computed, on other threads: best as soon as this one has nothing to do."""
+        if self._taken:
+            self._masks = self._advancing.submit(self._advance, self._taken, self._reports)
+            self._taken = []
 
     def fail(self, sequence: int, why: str) -> None:
         """Give up the grammar of this sequence, if it has not begun; what its compilation still brings is dropped."""
@@ -210,6 +216,7 @@ class GrammarRows:
     def reset(self) -> None:
         """The batch is empty; reports on what it held are dropped."""
         self.rows.clear()
+        self._taken = []
         self._reports = deque()
 
     def reports(self) -> list[Report]:
@@ -224,6 +231,7 @@ class GrammarRows:
         for grammar in self.rows.values():
             if not grammar.failed:
                 grammar.compiled.result()
+        self.start()
         if self._masks is not None:
             self._masks.result()
 
@@ -267,6 +275,7 @@ class NoGrammars(GrammarRows):
 
     def __init__(self) -> None:
         self.rows = {}
+        self._taken = []
 
     def join(self, join: Join) -> None:
         """Nothing is compiled."""

@@ -160,6 +160,7 @@ class Runner(BaseRunner):
         return inputs, self._run(inputs)
 
     def _run(self, inputs: StepInputs) -> StepOutputs:
+        self.batch.grammars.start()
         return self.executor.run(inputs, rules_of(self.batch, inputs.rows, inputs.sample))
 
 
