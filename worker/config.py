@@ -128,8 +128,9 @@ class WorkerConfig:
 
     @property
     def resolved_window(self) -> int:
-        """Plans that may be in flight, at least 1."""
-        return self.window or (2 if self.device == "cuda" else 1)
+        """Plans that may be in flight, at least 1. With two, the next one is there when a step ends; but a row whose
+        guesses are in flight is in no other plan, so that two would halve the rows of a step."""
+        return self.window or (1 if self.speculative_tokens else 2)
 
     @property
     def max_samples(self) -> int:
