@@ -53,7 +53,7 @@ class WorkerConfig:
     threads: int = 0
     """Threads that compute; 0: one for each usable core."""
     window: int = 0
-    """Plans that may be in flight to this worker; 0: 1 on a CPU."""
+    """Plans that may be in flight to this worker; 0: 2, or 1 with speculation."""
     tensor_parallel_size: int = 1
     """Ranks that share the model (worker/parallel); memory and threads are those of each."""
     tensor_parallel_across_hosts: bool = False
