@@ -151,10 +151,9 @@ def workers_ready(containers: Containers) -> int:
 
 def lose_worker(containers: Containers, *command: str) -> None:
     """Run a command that ends a worker's container, and wait until the scheduler knows. Its absence need not be seen,
-    for it may be started again at once; its loss stays counted. How the command ended need not be known: its container
-    may have ended first."""
+    for it may be started again at once; its loss stays counted."""
     before = metric(containers, "signalbox_worker_losses_total")
-    containers.compose(*command, check=False)
+    containers.compose(*command)
     wait_for(lambda: metric(containers, "signalbox_worker_losses_total") > before, "its loss is noticed", 30)
 
 
@@ -178,7 +177,9 @@ def test_a_worker_is_drained_and_replaced_with_no_failed_request(containers: Con
     with ThreadPoolExecutor(4) as clients:
         calls = [clients.submit(containers.ask, "/v1/completions", body) for _ in range(4)]
         for index in ("1", "2"):
-            lose_worker(containers, "exec", "-T", "--index", index, "worker", "sh", "-c", "kill -TERM 1")
+            # A moment later, so that the command has ended before its container does, and how can be told.
+            end = "(sleep 1; kill -TERM 1) >/dev/null 2>&1 &"
+            lose_worker(containers, "exec", "-T", "--index", index, "worker", "sh", "-c", end)
             assert containers.ask("/ready")[0] == 200
             wait_for(lambda: workers_ready(containers) == 2, "it is replaced", START_LIMIT)
         for call in calls:
