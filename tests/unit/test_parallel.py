@@ -129,8 +129,8 @@ def test_messages_of_any_length(tmp_path: Path, size: int) -> None:
     def rank(number: int) -> None:
         store = Place(file=tmp_path / "meeting").open(number, 2)
         place = meet(store, number, 2, HERE, lambda _: "")
-        link = connect(store, number, 2, "127.0.0.1")[1]
-        links.append(link)  # it stays until all are done
+        group, link = connect(store, number, 2, "127.0.0.1")
+        links.append((group, link))  # both stay until all are done: the other rank may still be connecting
         if number == 0:
             link.tell(3, *columns)
             link.tell(4)

@@ -125,7 +125,10 @@ def meet(store: Store, rank: int, size: int, me: Member, verdict_on: Callable[[l
 
 def connect(store: Store, rank: int, size: int, host: str, *, nccl: bool = False) -> tuple[Group, Link]:
     """The links between the ranks' hosts, over Gloo, and between their devices, the same for CPUs and over `nccl` for
-    the GPUs that they compute on. host: a name of this machine that the others can reach."""
+    the GPUs that they compute on. host: a name of this machine that the others can reach.
+
+    Keep both: one that is dropped closes its links, and a rank that is still connecting is lost by it.
+    """
     try:
         link = Link(_gloo(PrefixStore("order", store), rank, size, ORDER_LIMIT, host))
         devices = _nccl if nccl else partial(_gloo, host=host)
