@@ -114,6 +114,25 @@ class BlockPool:
         self._cached[ids if len(fresh) == len(ids) else fresh] = True
         return len(fresh)
 
+    def recall(self, block_ids: BlockIds, digests: Sequence[bytes]) -> int:
+        """The prefix index holds distinct free blocks whose content is known from before; those given first are evicted
+        first. A content that it has already is passed over; returns how many are new.
+
+        Raises PoolError if a block is unknown or not free.
+        """
+        ids = self._ids(block_ids)
+        taken = ids[(self._tables[ids] > 0) | self._cached[ids]]
+        if taken.size:
+            raise PoolError(f"block {taken[0]} is not free; {self._holders(int(taken[0]))}")
+        fresh = np.asarray(self.prefix.add(ids.tolist(), digests), np.intp)
+        self._cached[fresh] = True
+        free = self._stack[: self._num_free]
+        left = free[~self._cached[free]]
+        self._num_free = len(left)
+        self._stack[: self._num_free] = left
+        self.idle.push(fresh)
+        return len(fresh)
+
     def unregister(self, block_ids: BlockIds) -> None:
         """Take those of the distinct blocks that it holds out of the prefix index."""
         ids = self._ids(block_ids)

@@ -1,36 +1,9 @@
-"""The prefix index: which block holds the KV of which tokens, by chained content hashes.
-
-A digest names a full block together with everything before it: tokens, and through the chain's root the weights,
-the adapter and the tenant's salt. 128 bits of BLAKE2b (RFC 7693).
-"""
+"""The prefix index: which block holds the KV of which tokens, by the digests of proto/digests.py."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from itertools import islice
-
-from proto.messages import Int32
-
-DIGEST_BYTES = 16
-
-
-def root_digest(weights_version: int, adapter: str, salt: str) -> bytes:
-    """The parent of a sequence's first block: what has the same root may share blocks."""
-    parts = (str(weights_version).encode(), adapter.encode(), salt.encode())
-    framed = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-    return blake2b(framed, digest_size=DIGEST_BYTES).digest()
-
-
-def extend_digests(digests: list[bytes], root: bytes, tokens: Int32, block_size: int) -> None:
-    """Append the digests of all full blocks of `tokens` (int32, the whole sequence) that `digests` lacks."""
-    first, last = len(digests), len(tokens) // block_size
-    content = tokens[first * block_size : last * block_size].tobytes()
-    step = block_size * tokens.itemsize
-    parent = digests[-1] if digests else root
-    for begin in range(0, len(content), step):
-        parent = blake2b(parent + content[begin : begin + step], digest_size=DIGEST_BYTES).digest()
-        digests.append(parent)
 
 
 class PrefixIndex:

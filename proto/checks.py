@@ -203,6 +203,14 @@ def _heartbeat(r: m.Heartbeat) -> None:
     check_range(r, 0, INT64_MAX, "last_plan", "rejected")
 
 
+def _kept(r: m.Kept) -> None:
+    check_no_negatives(r, "blocks")
+    if len(r.digests) != m.DIGEST_BYTES * len(r.blocks):
+        raise CodecError("digests", f"must have {m.DIGEST_BYTES} bytes for each of {len(r.blocks)} blocks")
+    if len(np.unique(r.blocks)) != len(r.blocks):
+        raise CodecError("blocks", "must not name a block twice")
+
+
 def _freed(r: m.Freed) -> None:
     check_lengths(r, "rows", "counts")
     check_no_negatives(r, "rows", "counts", "ids")
@@ -248,6 +256,8 @@ def _join(r: m.Join) -> None:
     check_range(r, 1, len(r.tokens), "num_prompt")
     check_range(r, 0, len(r.tokens) - 1, "computed")
     check_range(r, len(r.tokens), INT32_MAX, "max_length")
+    if len(r.root) not in (0, m.DIGEST_BYTES):
+        raise CodecError("root", f"must have {m.DIGEST_BYTES} bytes or none, not {len(r.root)}")
     for index, ids in enumerate(r.blocks):
         if len(ids) and smallest(ids) < 0:
             raise CodecError(f"blocks[{index}]", f"must not be negative, not {smallest(ids)}")
@@ -321,6 +331,7 @@ CHECKS: dict[type, Callable[[Any], None]] = {
     m.KVGroup: _kv_group,
     m.WorkerHello: _worker_hello,
     m.Ledger: _ledger,
+    m.Kept: _kept,
     m.Heartbeat: _heartbeat,
     m.WorkerFault: _nothing,
     m.Freed: _freed,

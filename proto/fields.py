@@ -4,6 +4,7 @@ A record is the array of its fields, in the order of the dataclass. A field's an
 
     bool, int, str, float       themselves; floats are finite
     IntEnum                     an int, one of the members
+    bytes                       bin
     Int32, Int64, Float32       bin, little-endian items
     tuple[int, ...]             bin, little-endian int64 items
     tuple[float, ...]           bin, little-endian float64 items
@@ -87,6 +88,12 @@ def _text(value: Any) -> str:
         raise CodecError("", "holds a lone surrogate, which UTF-8 cannot carry") from None
     if size > MAX_TEXT_BYTES:
         raise CodecError("", f"takes {size} bytes, more than {MAX_TEXT_BYTES}")
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise _wrong("bytes (bin)", value)
     return value
 
 
@@ -285,6 +292,7 @@ _FORMS: dict[Any, Form] = {
     int: Form(_int, _int),
     float: Form(_float, _float),
     str: Form(_text, _text),
+    bytes: Form(_bytes, _bytes),
     dict[str, float]: Form(_counters, _counters),
     Int32: _column(np.dtype("<i4")),
     Int64: _column(np.dtype("<i8")),

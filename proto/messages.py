@@ -21,7 +21,8 @@ Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+DIGEST_BYTES = 16  # of the name of a block's content: see proto/digests.py
 
 # How a grammar is written: a JSON schema, a regular expression, or Lark as the llguidance library reads it.
 GRAMMAR_KINDS = ("json_schema", "regex", "lark")
@@ -354,12 +355,23 @@ class Ledger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """What blocks of a worker's KV memory still hold from before its epoch: those that its rows had filled.
+
+    blocks[B]: distinct, the first ones to be given out first. digests: DIGEST_BYTES for each.
+    """
+
+    blocks: Int32
+    digests: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """Sent every quarter second, and at once after a Reset, by a thread of its own: a long step is not taken for
     death. One from a worker that the scheduler does not know is answered by a Reset of epoch 0.
 
     ledger: of a worker that is idle, made once for each last plan. rejected: frames that it could not read since its
-    hello.
+    hello. kept: in answer to a Reset that asks for it.
     """
 
     worker: str
@@ -367,6 +379,7 @@ class Heartbeat:
     phase: Phase
     ledger: Ledger | None = None
     rejected: int = 0
+    kept: Kept | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -442,8 +455,10 @@ class Reset:
     The worker answers with a Heartbeat at once; only after one of this epoch are plans sent. The same Reset goes out
     again with every beat of the scheduler, in case it was lost: a worker that is in this epoch already changes nothing.
     Epoch 0: the scheduler does not know this worker (it restarted, or took it for dead); the worker empties its batch
-    and sends its hello again.
+    and sends its hello again. keep: what the worker's KV memory holds is believed, and is to be told.
     """
+
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,7 +474,7 @@ class Join:
 
     max_length: the row stops when so many tokens stand. logprobs_from: first position whose logprob is reported
     (resumed positions emit nothing again). blocks: for each KV group the table's first ids. A row with a grammar is in
-    no plan before GrammarReady names its sequence.
+    no plan before GrammarReady names its sequence. root: of the digests of its blocks; empty: they are not cached.
     """
 
     row: int
@@ -475,6 +490,7 @@ class Join:
     blocks: tuple[Int32, ...]
     adapter: str = ""
     weights_version: int = 0
+    root: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from scheduler.errors import SchedulerError
 from scheduler.lifecycle import admit
 from scheduler.quarantine import isolated_worker, may_join, waiting_suspects
 from scheduler.sequence import Sequence, Status
-from scheduler.state import SchedulerState, Worker
+from scheduler.state import Link, SchedulerState, Worker
 
 if TYPE_CHECKING:
     from scheduler.planner import PlanBuilder
@@ -21,16 +21,19 @@ if TYPE_CHECKING:
 LOOKAHEAD = 16  # how many of a tenant's first sequences may be passed over in one plan
 MAX_PASSED = 128  # the same for all tenants together
 LOAD_SLACK = 0.25  # share of a worker's rows by which a cached prefix may outweigh a smaller load
+KEPT_SECONDS = 1.0  # from a worker's hello, in which what is to be resumed waits for what it kept, and at most
 
 
 @dataclass(slots=True)
 class Offer:
     """What one worker has for one waiting sequence. hits: its blocks that hold a prefix of the sequence, at most
-    those below the last token's position; next_digest: of the first block after them, b"" when there is none below."""
+    those below the last token's position; next_digest: of the first block after them, b"" when there is none below.
+    mostly: whether they are most of what there is to hold."""
 
     builder: PlanBuilder
     hits: list[int]
     next_digest: bytes
+    mostly: bool
 
     @property
     def worker(self) -> Worker:
@@ -61,6 +64,8 @@ def admit_waiting(state: SchedulerState, builders: list[PlanBuilder]) -> None:
             continue
         offers = [_look(builder, sequence) for builder in takers]
         if _waits_for_block(state, sequence, offers, takers[0].now):
+            continue
+        if _waits_for_kept(state, sequence, offers, takers[0].now):
             continue
         offers = [offer for offer in offers if can_admit(offer, sequence)]
         if not offers:
@@ -95,11 +100,12 @@ def _look(builder: PlanBuilder, sequence: Sequence) -> Offer:
     """One look into the worker's prefix index."""
     pool = builder.worker.pool
     if not sequence.reads_cache or not builder.state.config.prefix_caching:
-        return Offer(builder, [], b"")
+        return Offer(builder, [], b"", mostly=False)
     digests = sequence.prefix_digests(sequence.tokens, pool.block_size, builder.worker.weights_version)
     usable = (len(sequence.tokens) - 1) // pool.block_size
     hits = pool.prefix.match(digests, usable)
-    return Offer(builder, hits, digests[len(hits)] if len(hits) < usable else b"")
+    following = digests[len(hits)] if len(hits) < usable else b""
+    return Offer(builder, hits, following, mostly=2 * len(hits) > usable)
 
 
 def adoptable(worker: Worker, sequence: Sequence) -> bool:
@@ -135,12 +141,31 @@ def _waits_for_block(state: SchedulerState, sequence: Sequence, offers: list[Off
     return now - sequence.held_since <= state.config.block_wait
 
 
+def _waits_for_kept(state: SchedulerState, sequence: Sequence, offers: list[Offer], now: float) -> bool:
+    """Whether a worker that has just said hello may have most of what all others would have to compute again: it tells
+    when its step of before has ended. The sequence waits for that a bounded time."""
+    if not sequence.resumed or any(offer.mostly for offer in offers):
+        return False
+    joining = (w for w in state.workers.values() if w.standing is Link.JOINING and w.keeps)
+    if not any(now - worker.joined_at <= KEPT_SECONDS for worker in joining):
+        return False
+    if sequence.held_since is None:
+        sequence.held_since = now
+    return now - sequence.held_since <= KEPT_SECONDS
+
+
 def _choose(offers: list[Offer], sequence: Sequence) -> Offer:
-    """The longest cached prefix among the workers that are not much more loaded than the least loaded one."""
+    """The longest cached prefix among the workers that are not much more loaded than the least loaded one. What is
+    resumed was part of the load where most of it is, and goes back there."""
     if len(offers) == 1:
         return offers[0]
     least = min(offer.worker.num_running for offer in offers)
-    near = [offer for offer in offers if offer.worker.num_running <= least + LOAD_SLACK * offer.worker.max_rows]
+
+    def is_near(offer: Offer) -> bool:
+        near: bool = offer.worker.num_running <= least + LOAD_SLACK * offer.worker.max_rows
+        return near or (sequence.resumed and offer.mostly)
+
+    near = [offer for offer in offers if is_near(offer)]
 
     def score(offer: Offer) -> tuple[int, int]:
         held = len(sequence.tokens) if adoptable(offer.worker, sequence) else len(offer.hits)

@@ -274,6 +274,7 @@ class PlanBuilder:
             params=sequence.params,
             logprobs_from=sequence.logprobs_base + len(sequence.logprobs),
             blocks=(batch.blocks[stay.row, : batch.told[stay.row]],),
+            root=sequence.root(sequence.weights_version) if self.state.config.prefix_caching else b"",
         )
 
     def _new_blocks(self, rows: Int64) -> NewBlocks:

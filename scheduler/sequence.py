@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from kvpool.prefix import extend_digests, root_digest
+from proto.digests import extend_digests, root_digest
 from proto.messages import Add, End, Int32, SamplingParams, SequenceStart
 from scheduler.errors import SchedulerError
 
@@ -84,7 +84,7 @@ class Sequence:
     charged: int = 0  # prompt positions below it were charged to the tenant, and are not again after a preemption
     admitted_at: float | None = None  # for the first time
     begun: bool = False  # whether its first token has come
-    held_since: float | None = None  # since when it waits for a block that another row computes
+    held_since: float | None = None  # since when it waits for KV that another row computes or a worker kept
     end: End | None = None
     end_sent: bool = False
     digests: list[bytes] = field(default_factory=list)
@@ -145,10 +145,19 @@ class Sequence:
                 return max(reported, self.sent)
         return known
 
+    @property
+    def resumed(self) -> bool:
+        """Whether it goes on behind tokens that were sampled before."""
+        return len(self.tokens) > self.num_prompt
+
+    def root(self, weights_version: int) -> bytes:
+        """Of its digests."""
+        return root_digest(weights_version, "", f"{self.tenant}\0{self.cache_salt}")
+
     def prefix_digests(self, tokens: Int32, block_size: int, weights_version: int) -> list[bytes]:
         """Digests of all full blocks of `tokens`, which must begin with what was digested before."""
         if len(tokens) >= (len(self.digests) + 1) * block_size:
-            root = b"" if self.digests else root_digest(weights_version, "", f"{self.tenant}\0{self.cache_salt}")
+            root = b"" if self.digests else self.root(weights_version)
             extend_digests(self.digests, root, tokens, block_size)
         return self.digests
 

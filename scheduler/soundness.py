@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpool.pool import BlockTable
-from kvpool.prefix import extend_digests, root_digest
+from proto.digests import extend_digests, root_digest
 from scheduler.batch import RowBatch, Stay
 from scheduler.errors import SchedulerError
 from scheduler.sequence import Sequence, Status

@@ -65,13 +65,14 @@ class Worker:
 
     leaving: stays whose Leave goes out with the next plan. departed: stays that are over, by number, until no plan
     in flight holds them. computing: digests of the prompt blocks that running rows fill next, each with the number of
-    the stay that does.
+    the stay that does. keeps: what its memory holds from before this epoch is believed.
     """
 
     peer: str
     hello: WorkerHello
     link: int
     last_seen: float
+    joined_at: float
     next_reminder: float  # when it is told its epoch again unless it is heard in it
     max_rows: int
     window: int
@@ -79,6 +80,7 @@ class Worker:
     batch: RowBatch
     epoch: int = 0
     weights_version: int = 1
+    keeps: bool = True
     standing: Link = Link.JOINING
     leaving: list[Stay] = field(default_factory=list)
     departed: dict[int, Stay] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class Worker:
             hello=hello,
             link=link,
             last_seen=now,
+            joined_at=now,
             next_reminder=now,
             max_rows=max_rows,
             window=config.window or hello.window,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from kvpool.pool import PoolError
+from proto.digests import split_digests
 from proto.messages import (
     FinishReason,
     GrammarFailed,
     GrammarReady,
     Header,
     Heartbeat,
+    Kept,
     Phase,
     Reset,
     SchedulerToWorker,
@@ -46,7 +49,7 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
         return _hello(state, event.peer, message, now)
     if worker is None or event.header.session != state.session:
         if isinstance(message, Heartbeat):
-            return [Outgoing(event.peer, Header(session=state.session), Reset())]
+            return [_tell_unknown(state, event.peer)]
         state.totals.dropped["unknown worker"] += 1
         return []
     note_heard(worker, now)
@@ -61,7 +64,7 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
             if state.no_worker_since is not None:
                 state.no_worker_since = now
         case Heartbeat():
-            _confirm(state, worker)
+            _confirm(state, worker, message)
             _count_rejected(state, worker, message)
             if found := table_difference(state, worker, message):
                 return reset(state, worker, found, now)
@@ -88,11 +91,13 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
 
 
 def reset(state: SchedulerState, worker: Worker, cause: str, now: float) -> Replies:
-    """Start a new epoch: the worker empties its batch, its sequences wait to be resumed."""
+    """Start a new epoch: the worker empties its batch, its sequences wait to be resumed. Something was wrong: what its
+    memory holds is not believed either."""
     state.complaints.append(f"worker {worker.hello.worker} gets a new epoch: {cause}")
     _orphan_all(state, worker, cause, now)
     state.totals.epochs_reset += 1
     _note_usable(state, now)
+    worker.keeps = False
     return [_begin_epoch(state, worker, now)]
 
 
@@ -136,7 +141,7 @@ def remind(state: SchedulerState, now: float) -> Replies:
 def call_silent(state: SchedulerState) -> Replies:
     """With each beat: those that were lost for their silence are told that they are unknown."""
     unknown = (peer for peer in state.silent if peer not in state.workers)
-    return [Outgoing(peer, Header(session=state.session), Reset()) for peer in unknown]
+    return [_tell_unknown(state, peer) for peer in unknown]
 
 
 def check_workers(state: SchedulerState, now: float) -> Replies:
@@ -204,7 +209,11 @@ def _begin_epoch(state: SchedulerState, worker: Worker, now: float) -> Outgoing[
 
 def _tell_epoch(state: SchedulerState, worker: Worker, now: float) -> Outgoing[SchedulerToWorker]:
     worker.next_reminder = now + state.config.beat_interval
-    return Outgoing(worker.peer, worker.header(state.session), Reset())
+    return Outgoing(worker.peer, worker.header(state.session), Reset(keep=worker.keeps))
+
+
+def _tell_unknown(state: SchedulerState, peer: str) -> Outgoing[SchedulerToWorker]:
+    return Outgoing(peer, Header(session=state.session), Reset(keep=True))
 
 
 def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:
@@ -236,13 +245,25 @@ def _change_weights(state: SchedulerState, now: float) -> None:
             end(state, sequence, FinishReason.WEIGHTS_CHANGED, now, cause="other weights", message=message)
 
 
-def _confirm(state: SchedulerState, worker: Worker) -> None:
+def _confirm(state: SchedulerState, worker: Worker, beat: Heartbeat) -> None:
     if worker.standing is Link.JOINING:
         worker.standing = Link.READY
+        if beat.kept is not None and worker.keeps and state.config.prefix_caching:
+            _recall(state, worker, beat.kept)
         worker.owed_for = 0.0
         clear_silent(state, worker.peer)
         state.no_worker_since = None
         state.recheck = True
+
+
+def _recall(state: SchedulerState, worker: Worker, kept: Kept) -> None:
+    """What its rows had computed before it was lost, or before the last scheduler was: its sequences go on from there.
+    The worker has obeyed its Reset, so that nothing of before writes there any more."""
+    try:
+        worker.pool.recall(kept.blocks, split_digests(kept.digests))
+    except PoolError as error:
+        state.totals.dropped["kept blocks"] += 1
+        state.complaints.append(f"worker {worker.hello.worker} tells of blocks that it kept: {error}")
 
 
 def _count_rejected(state: SchedulerState, worker: Worker, beat: Heartbeat) -> None:

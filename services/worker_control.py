@@ -11,7 +11,7 @@ import structlog
 import zmq
 
 from proto.codec import CodecError, decode, encode
-from proto.messages import Header, Heartbeat, Ledger, Phase, Reset, Shutdown, WorkerHello
+from proto.messages import Header, Heartbeat, Kept, Ledger, Phase, Reset, Shutdown, WorkerHello
 from services.mailbox import Mailbox
 from services.processes import end_now
 from services.rejections import Rejections
@@ -30,12 +30,13 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class Beat:
     """What heartbeats tell of the main thread, which replaces it whole. epoch: the Reset that it has obeyed last.
-    ledger: once it has been idle for a moment."""
+    ledger: once it has been idle for a moment. kept: when it has just obeyed."""
 
     epoch: Header | None
     last_plan: int
     phase: Phase
     ledger: Ledger | None = None
+    kept: Kept | None = None
 
 
 class ControlThread(threading.Thread):
@@ -170,5 +171,6 @@ class ControlThread(threading.Thread):
             last_plan=beat.last_plan,
             phase=beat.phase,
             ledger=beat.ledger,
+            kept=beat.kept,
             rejected=self._rejected - self._rejected_before,
         )

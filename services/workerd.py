@@ -17,6 +17,7 @@ from proto.messages import (
     GrammarFailed,
     GrammarReady,
     Header,
+    Kept,
     Ledger,
     Phase,
     Reset,
@@ -52,6 +53,8 @@ class PlanRunner(Protocol):
     def reset(self) -> None: ...
 
     def ledger(self) -> Ledger: ...
+
+    def kept(self) -> Kept | None: ...
 
     def rest(self) -> None: ...
 
@@ -101,6 +104,7 @@ class WorkerService:
         self.launched: deque[tuple[Header, float]] = deque()  # plans in flight, with the time of their launch
         self.epoch: Header | None = None  # session, link and epoch that plans must carry
         self.last_plan = 0
+        self.kept: Kept | None = None  # what the KV memory holds from before this epoch, until its first plan
         self.compiling: dict[int, float] = {}  # sequence whose grammar is not ready -> until when it may take
         self.pipeline: Pipeline | None = None
         self.last_end = 0.0  # when the last launched plan ended
@@ -158,13 +162,15 @@ class WorkerService:
     def _obey(self) -> None:
         for header, order in self.control.inbox.take():
             if isinstance(order, Reset):
-                self._reset(header)
+                self._reset(header, order.keep)
             else:
                 self.refused = order.reason
 
-    def _reset(self, header: Header) -> None:
+    def _reset(self, header: Header, keep: bool) -> None:
         if replace(header, number=0) == self.epoch:
             return  # a second answer to a second hello
+        # Without a plan since the last Reset the batch is empty, and the memory as it was then.
+        self.kept = (self.runner.kept() or self.kept) if keep else None
         self.runner.reset()
         self.compiling.clear()
         self.launched.clear()
@@ -172,7 +178,7 @@ class WorkerService:
             self.epoch = None  # the scheduler does not know us; the control thread says hello again
             return
         self.epoch = replace(header, number=0)
-        self._tell(0, Phase.IDLE)
+        self._tell(0, Phase.IDLE, self.kept)
         self.control.confirm()
         log.info("joined", epoch=header.epoch, session=header.session)
 
@@ -183,6 +189,7 @@ class WorkerService:
             self._fault(f"plan {header.number} came after plan {self.last_plan}")
             return
         self._tell(header.number, Phase.EXECUTING)
+        self.kept = None
         until = time.monotonic() + GRAMMAR_SECONDS
         self.compiling |= {join.sequence: until for join in plan.joins if join.params.grammar}
         started = time.perf_counter()
@@ -274,6 +281,7 @@ class WorkerService:
             return
         log.error("fault", why=why)
         self.runner.reset()
+        self.kept = None
         self.compiling.clear()
         self.launched.clear()
         fault = WorkerFault(message=why[:1000], executing=executing)
@@ -281,9 +289,9 @@ class WorkerService:
         self._tell(self.last_plan, Phase.IDLE)
         self.epoch = None
 
-    def _tell(self, last_plan: int, phase: Phase) -> None:
+    def _tell(self, last_plan: int, phase: Phase, kept: Kept | None = None) -> None:
         self.last_plan = last_plan
-        self.control.beat = Beat(self.epoch, last_plan, phase)
+        self.control.beat = Beat(self.epoch, last_plan, phase, kept=kept)
         self.ledger_due = time.monotonic() + LEDGER_SECONDS if phase is Phase.IDLE else None
 
     def _tell_ledger(self, now: float) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from proto.digests import extend_digests
 from proto.ledger import digest, make_ledger
-from proto.messages import Int32, Join, Ledger, SamplingParams
+from proto.messages import Int32, Join, Kept, Ledger, SamplingParams, int32
 from worker.grammar import GrammarRows
 from worker.sampling import SamplingColumns
 
@@ -44,6 +45,7 @@ class Batch:
         # Pages of zeros cost nothing until a row uses them.
         self.tokens = np.zeros((max_rows, max_length), np.int32)
         self.params: list[SamplingParams] = [SamplingParams()] * max_rows
+        self.roots = [b""] * max_rows
         self.sampling = SamplingColumns(max_rows)
         self.grammars = grammars
 
@@ -63,6 +65,7 @@ class Batch:
         self.table_length[row] = len(blocks)
         self.trust[row] = self.max_length
         self.params[row] = join.params
+        self.roots[row] = join.root
         self.sampling.set(row, join.params)
         self.grammars.join(join)
 
@@ -108,6 +111,18 @@ class Batch:
             return digest(self.sequence.item(row), self.num_tokens.item(row), self.computed.item(row), blocks)
 
         return make_ledger((row, tell(row)) for row in np.flatnonzero(self.sequence != FREE).tolist())
+
+    def kept(self) -> Kept | None:
+        """Whole blocks that the rows have filled, by what they hold; of each row the last one first. None: there are
+        none. Nothing may be in flight."""
+        found: dict[int, bytes] = {}
+        for row in np.flatnonzero((self.sequence != FREE) & ~self.stopped).tolist():
+            if root := self.roots[row]:
+                full, digests = self.computed.item(row) // self.block_size, list[bytes]()
+                extend_digests(digests, root, self.tokens[row, : full * self.block_size], self.block_size)
+                for block, name in zip(self.table[row, :full][::-1].tolist(), reversed(digests), strict=True):
+                    found.setdefault(block, name)
+        return Kept(blocks=int32(list(found)), digests=b"".join(found.values())) if found else None
 
     def validate(self) -> None:
         """Proves the invariants of every row; AssertionError names the row."""

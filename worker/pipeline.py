@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from proto.messages import Int32, Join, StepPlan, StepResult, int32
+from proto.messages import Int32, Join, Kept, StepPlan, StepResult, int32
 from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.executor import Scores, StepOutputs
@@ -161,6 +161,15 @@ class PipelinedRunner(BaseRunner):
             self._retire()
         done, self._done = self._done, []
         return done
+
+    def kept(self) -> Kept | None:
+        """As of BaseRunner, once the device is done: a plan in flight may have given a row's blocks to another."""
+        try:
+            while self._pending:
+                self._retire()
+        except Exception:  # what the step wrote is not known
+            return None
+        return super().kept()
 
     def reset(self) -> None:
         """Empties the batch, for a new epoch, once the device is done; results of plans in flight are dropped."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from proto.messages import Copy, Int32, KVGroup, Ledger, StepPlan, StepResult, WorkerHello, int32
+from proto.messages import Copy, Int32, Kept, KVGroup, Ledger, StepPlan, StepResult, WorkerHello, int32
 from worker.batch import Batch
 from worker.config import WorkerConfig
 from worker.cpu.native.choice import load_executor
@@ -75,6 +75,10 @@ class BaseRunner:
     def ledger(self) -> Ledger:
         """What the batch holds. Nothing may be in flight."""
         return self.batch.ledger()
+
+    def kept(self) -> Kept | None:
+        """What the KV memory holds of the rows, to be told before `reset`; None: nothing, or nobody knows."""
+        return self.batch.kept()
 
     def rest(self) -> None:
         """Called when nothing has come for a moment: does what was put off, some tenths of a second at most."""

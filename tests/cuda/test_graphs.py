@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from proto.digests import extend_digests, split_digests
 from proto.messages import SamplingParams
 from tests.cuda.engines import pipelined, torch_runner
 from tests.cuda.recording import Recording
 from tests.support.plans import Driver, Sequence
 from tests.support.tiny_model import write_served_tiny
 from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
-from tests.support.window import WindowDriver
+from tests.support.window import ROOT, WindowDriver
 from worker.config import WorkerConfig
 from worker.cuda.buckets import Bucket, Buckets, sizes
 from worker.cuda.engine import SamplerKey
@@ -80,6 +81,29 @@ def test_tokens_are_the_cpu_engines_for_any_window(
         # What is not prepared: samplers with a bias or with log-probabilities run directly the first time.
         assert graphs.direct <= 2 * len(graphs.captured)
         assert device.replays > 10
+
+
+def test_what_is_kept_is_what_plans_in_flight_leave(made: Any) -> None:
+    """A plan that nobody has taken the result of takes a row's blocks from it and writes to them for another."""
+    runner = pipelined(made, Recording(), capture=True)
+    driver = WindowDriver(runner, window=3)
+    first, second = driver.add(LONG, max_tokens=30), driver.add(LONG[:16], max_tokens=30, seed=1)
+    while len(second.output) < 4:
+        driver.step()
+    driver.preempt(first)  # what it had given back is taken first
+    driver.step()
+    assert driver.flying
+    kept = runner.kept()
+    assert kept is not None
+    expected: dict[int, bytes] = {}
+    for sequence in driver.running:
+        full, digests = driver.issued[sequence.number][0] // 16, list[bytes]()
+        extend_digests(digests, ROOT, runner.batch.tokens[sequence.row, : full * 16], 16)
+        expected |= zip(sequence.blocks[:full], digests, strict=True)
+    assert dict(zip(kept.blocks.tolist(), split_digests(kept.digests), strict=True)) == expected
+    assert len(expected) >= 2
+    runner.reset()
+    assert runner.kept() is None
 
 
 def test_largest_are_captured_first_and_the_rest_from_small_to_large(made: Any) -> None:

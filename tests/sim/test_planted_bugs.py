@@ -190,6 +190,12 @@ def an_epoch_is_not_waited_for(patch: Patch) -> None:
 
 
 @plant
+def what_a_worker_kept_is_taken_for_something_else(patch: Patch) -> None:
+    recall = BlockPool.recall
+    patch.setattr(BlockPool, "recall", lambda self, ids, digests: recall(self, ids, digests[::-1]))
+
+
+@plant
 def a_lost_plan_is_waited_for(patch: Patch) -> None:
     patch.setattr(workers, "_is_stuck", lambda *_: False)
 

@@ -20,6 +20,7 @@ from proto.messages import (
     GrammarReady,
     Header,
     Heartbeat,
+    Kept,
     Ledger,
     Logprobs,
     Phase,
@@ -50,6 +51,7 @@ class PlanRunner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
     def reset(self) -> None: ...
     def ledger(self) -> Ledger: ...
+    def kept(self) -> Kept | None: ...
     def grammar_reports(self) -> Sequence[GrammarReady | GrammarFailed]: ...
 
 
@@ -81,13 +83,20 @@ class LocalEngine:
         self._feed([FromFrontend(FRONTEND, Header(), FrontendHello(frontend=FRONTEND))])
 
     def submit(
-        self, prompt: list[int], params: SamplingParams, max_tokens: int, *, seed: int = 0, priority: int = 0
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        max_tokens: int,
+        *,
+        seed: int = 0,
+        priority: int = 0,
+        output: Sequence[int] = (),
     ) -> Generation:
-        """Queue one sequence."""
+        """Queue one sequence. output: what another engine gave of it already."""
         handle = len(self.generations) + 1
-        self.generations[handle] = Generation(prompt)
-        first = 1 if params.prompt_logprobs >= 0 else len(prompt)
-        start = SequenceStart(sequence=handle, seed=seed, output_ids=int32(), delivered=first)
+        self.generations[handle] = Generation(prompt, list(output))
+        first = 1 if params.prompt_logprobs >= 0 else len(prompt) + len(output)
+        start = SequenceStart(sequence=handle, seed=seed, output_ids=int32(output), delivered=first)
         self._send(
             Add(
                 request_id=f"local-{handle}",
@@ -161,10 +170,11 @@ class LocalEngine:
         if isinstance(message, Reset):
             if header == self.worker_header:
                 return []  # told again
+            kept = self.runner.kept() if message.keep else None
             self.runner.reset()
             self.results.clear()
             self.worker_header = header
-            return [FromWorker(WORKER, header, Heartbeat(worker=WORKER, last_plan=0, phase=Phase.IDLE))]
+            return [FromWorker(WORKER, header, Heartbeat(worker=WORKER, last_plan=0, phase=Phase.IDLE, kept=kept))]
         assert isinstance(message, StepPlan), message
         counts = message.counts.tolist()
         self.mixed_plans += 1 in counts and max(counts) > 1

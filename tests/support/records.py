@@ -60,6 +60,13 @@ def ledgers(draw: st.DrawFn) -> m.Ledger:
     return m.Ledger(rows=rows, digests=draw(handle_columns(len(rows))))
 
 
+@st.composite
+def kept(draw: st.DrawFn) -> m.Kept:
+    blocks = draw(distinct(draw(small)))
+    size = m.DIGEST_BYTES * len(blocks)
+    return m.Kept(blocks=blocks, digests=draw(st.binary(min_size=size, max_size=size)))
+
+
 def tuples(item: st.SearchStrategy[Any], least: int = 0, most: int = 3) -> st.SearchStrategy[tuple[Any, ...]]:
     return st.lists(item, min_size=least, max_size=most).map(tuple)
 
@@ -218,6 +225,7 @@ def joins(draw: Any, task: st.SearchStrategy[m.Task], reserved: st.SearchStrateg
         blocks=draw(tuples(columns(ids), most=2)),
         adapter=draw(reserved),
         weights_version=draw(ids),
+        root=draw(st.just(b"") | st.binary(min_size=m.DIGEST_BYTES, max_size=m.DIGEST_BYTES)),
     )
 
 
@@ -304,12 +312,13 @@ RECORDS: dict[type, st.SearchStrategy[Any]] = {
         phase=st.sampled_from(m.Phase),
         ledger=st.none() | ledgers(),
         rejected=st.integers(0, INT64_MAX),
+        kept=st.none() | kept(),
     ),
     m.WorkerFault: st.builds(m.WorkerFault, message=st.text(max_size=20), executing=st.booleans()),
     m.StepResult: step_results(),
     m.GrammarReady: st.builds(m.GrammarReady, sequences=handle_columns(least=1)),
     m.GrammarFailed: st.builds(m.GrammarFailed, sequence=handles, message=st.text(max_size=20)),
-    m.Reset: st.builds(m.Reset),
+    m.Reset: st.builds(m.Reset, keep=st.booleans()),
     m.Shutdown: st.builds(m.Shutdown, reason=st.text(max_size=20)),
     m.StepPlan: step_plans(any_joins, copies | reserved_entries),
 }

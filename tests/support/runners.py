@@ -60,6 +60,9 @@ class SmallPool:
         """The runner's."""
         return self.runner.ledger()
 
+    def kept(self) -> None:
+        """Nothing: a reset empties the memory too."""
+
     def reset(self) -> None:
         """Empties the batch."""
         self.runner.reset()

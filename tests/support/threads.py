@@ -10,7 +10,7 @@ from pathlib import Path
 
 import zmq
 
-from proto.messages import GrammarFailed, GrammarReady, Ledger, StepPlan, StepResult, WorkerHello
+from proto.messages import GrammarFailed, GrammarReady, Kept, Ledger, StepPlan, StepResult, WorkerHello
 from scheduler.config import SchedulerConfig
 from services.bench.faults.strict_worker import StrictWorker
 from services.mailbox import Mailbox
@@ -32,6 +32,7 @@ class SimRunner:
         self.sim = StrictWorker("sim", **options)
         self.errors: list[Exception] = []
         self.resets = self.rests = 0
+        self.told: Kept | None = None  # what is kept over the next reset
         self.executed = 0
         self.reports: list[GrammarReady | GrammarFailed] = []
         self.wake: Callable[[], None] = lambda: None
@@ -47,6 +48,7 @@ class SimRunner:
         if self.errors:
             raise self.errors.pop(0)
         self.executed += 1
+        self.told = None
         return self.sim.execute(self.sim.next_number, plan)
 
     def watch_grammars(self, wake: Callable[[], None]) -> None:
@@ -67,13 +69,18 @@ class SimRunner:
     def ledger(self) -> Ledger:
         return self.sim.ledger()
 
+    def kept(self) -> Kept | None:
+        found = self.sim.kept()
+        self.told = found or self.told
+        return found
+
     def rest(self) -> None:
         self.rests += 1
 
     def reset(self) -> None:
         self.resets += 1
         self.reports = []
-        self.sim.reset()
+        self.sim.reset(self.told)
 
 
 class Loop(threading.Thread):

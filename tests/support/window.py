@@ -15,6 +15,8 @@ from proto.messages import FinishReason, Join, NewBlocks, StepPlan, StepResult, 
 from tests.support.plans import Driver, Sequence
 from worker.pipeline import PipelinedRunner
 
+ROOT = bytes(16)  # of all digests
+
 
 @dataclass
 class Flying:
@@ -100,7 +102,7 @@ class WindowDriver(Driver):
         return Join(
             row=sequence.row, sequence=sequence.number, task=Task.GENERATE, tokens=int32(sequence.tokens),
             num_prompt=len(sequence.prompt), computed=0, max_length=sequence.max_length, seed=sequence.seed,
-            params=sequence.params, logprobs_from=sequence.logprobs_from, blocks=(int32(),),
+            params=sequence.params, logprobs_from=sequence.logprobs_from, blocks=(int32(),), root=ROOT,
         )  # fmt: skip
 
     def _take_result(self) -> None:

@@ -94,7 +94,7 @@ GOOD: list[Any] = [
     m.GrammarReady(sequences=m.int64([5])), m.GrammarFailed(sequence=5, message=""),
     m.WorkerFault(message=""), m.Reset(), m.Shutdown(reason=""), m.Copy(group=0, source=1, target=2),
     m.SetWeights(version=1, path="/w"), m.LoadAdapter(name="a", path="/a"),
-    m.Ledger(rows=m.int32([0]), digests=m.int64([-7])),
+    m.Ledger(rows=m.int32([0]), digests=m.int64([-7])), m.Kept(blocks=m.int32([9]), digests=bytes(16)),
     m.Transfer(group=0, peer="p", blocks=m.int32()), m.NewBlocks(counts=m.int32(), ids=m.int32()),
 ]  # fmt: skip
 GOOD_BY_TYPE = {type(record): record for record in GOOD}
@@ -113,6 +113,8 @@ def test_every_record_has_a_check_and_a_good_example() -> None:
         (m.Header, "session", [-1, 2**63]),
         (m.SamplingParams, "temperature", [-0.1, 2.1, float("nan")]),
         (m.SamplingParams, "top_k", [-1, 2**31]),
+        (m.Join, "root", [bytes(15), bytes(17)]),
+        (m.Kept, "digests", [b"", bytes(15), bytes(32)]),
         (m.SamplingParams, "top_p", [0.0, 1.1, -1.0]),
         (m.SamplingParams, "min_p", [-0.1, 1.1]),
         (m.SamplingParams, "presence_penalty", [-2.1, 2.1]),

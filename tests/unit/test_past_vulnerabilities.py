@@ -13,9 +13,9 @@ import grpc
 import msgpack
 import pytest
 
-from kvpool.prefix import root_digest
 from proto import signalbox_pb2 as pb
 from proto.codec import FRONTEND_TO_SCHEDULER, WORKER_TO_SCHEDULER, CodecError, decode, encode
+from proto.digests import root_digest
 from proto.messages import (
     Add,
     FrontendHello,

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvpool.idle import IdleQueue
 from kvpool.pool import BlockPool, BlockTable, PoolError
-from kvpool.prefix import extend_digests, root_digest
+from proto.digests import extend_digests, root_digest
 from tests.support.records import patient
 
 
@@ -297,6 +297,26 @@ class PoolMachine(RuleBasedStateMachine):
                 self.index[block] = name
                 fresh += 1
         assert self.pool.register(blocks, names) == fresh
+
+    @rule(data=st.data())
+    def recall(self, data: st.DataObject) -> None:
+        free = sorted(set(range(12)) - self.held() - set(self.idle))
+        blocks = data.draw(st.lists(st.sampled_from(free), unique=True, max_size=3)) if free else []
+        names = [bytes([data.draw(st.integers(0, 30))]) for _ in blocks]
+        fresh = []
+        for block, name in zip(blocks, names, strict=True):
+            if name not in self.index.values():
+                self.index[block] = name
+                fresh.append(block)
+        self.idle += fresh
+        assert self.pool.recall(blocks, names) == len(fresh)
+
+    @precondition(lambda self: self.held() or self.idle)
+    @rule(data=st.data())
+    def recall_what_is_not_free(self, data: st.DataObject) -> None:
+        block = data.draw(st.sampled_from(sorted(self.held() | set(self.idle))))
+        with pytest.raises(PoolError, match=f"block {block} is not free"):
+            self.pool.recall([block], [b"new"])
 
     @precondition(lambda self: self.idle)
     @rule(data=st.data())

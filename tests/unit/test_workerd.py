@@ -11,6 +11,7 @@ import pytest
 import zmq
 
 from proto.codec import WORKER_TO_SCHEDULER, decode, encode
+from proto.digests import extend_digests, split_digests
 from proto.ledger import difference, digest, make_ledger
 from proto.messages import (
     Freed,
@@ -19,6 +20,7 @@ from proto.messages import (
     Header,
     Heartbeat,
     Join,
+    Kept,
     Message,
     NewBlocks,
     Phase,
@@ -317,6 +319,50 @@ def test_a_grammar_that_is_not_ready_in_time_fails_alone(scheduler, worker, runn
     scheduler.order(replace(header, number=3), EMPTY)
     scheduler.expect(scheduler.plans, StepResult)
     assert worker.compiling == {}
+
+
+def filled(sequence: int, row: int) -> StepPlan:
+    """One sequence whose nine known tokens fill two blocks, and a third in part."""
+    tokens, blocks = int32(range(9)), int32([row, row + 1, row + 2])
+    join = replace(join_of(sequence, row), tokens=tokens, params=SamplingParams(), blocks=(int32(),), root=bytes(16))
+    new = NewBlocks(counts=int32([3]), ids=blocks)
+    work = {"rows": int32([row]), "starts": int32([0]), "counts": int32([9]), "blocks": (new,)}
+    return replace(EMPTY, joins=(join,), **work)
+
+
+def test_a_worker_tells_what_its_memory_holds(scheduler, worker, runner):
+    """Asked by a Reset, until a plan writes there again; after a fault nobody knows."""
+    header = scheduler.join()
+
+    def kept_in(epoch: int, keep: bool = True) -> Kept | None:
+        fresh = replace(header, epoch=epoch)
+        scheduler.order(fresh, Reset(keep=keep))
+        while True:
+            told, beat = scheduler.expect(scheduler.control, Heartbeat)
+            if (told, beat.phase) == (fresh, Phase.IDLE):
+                return beat.kept
+
+    scheduler.order(replace(header, number=1), filled(3, 1))
+    scheduler.expect(scheduler.plans, StepResult)
+    digests: list[bytes] = []
+    extend_digests(digests, bytes(16), int32(range(9)), 4)
+    expected = {1: digests[0], 2: digests[1]}
+    for epoch in (2, 3):
+        kept = kept_in(epoch)
+        assert dict(zip(kept.blocks.tolist(), split_digests(kept.digests), strict=True)) == expected
+    scheduler.order(replace(header, epoch=3, number=1), EMPTY)
+    scheduler.expect(scheduler.plans, StepResult)
+    assert kept_in(4) is None
+    scheduler.order(replace(header, epoch=4, number=1), filled(5, 1))
+    scheduler.expect(scheduler.plans, StepResult)
+    assert kept_in(5, keep=False) is None
+    assert kept_in(6) is None
+    scheduler.order(replace(header, epoch=6, number=1), filled(7, 1))
+    scheduler.expect(scheduler.plans, StepResult)
+    runner.errors.append(ValueError("broken"))
+    scheduler.order(replace(header, epoch=6, number=2), EMPTY)
+    scheduler.expect(scheduler.plans, WorkerFault)
+    assert kept_in(7) is None
 
 
 def test_an_idle_worker_tells_what_its_rows_hold(scheduler, worker, runner):

@@ -13,6 +13,7 @@ from proto.messages import (
     Header,
     Heartbeat,
     Join,
+    Kept,
     Message,
     Phase,
     Reset,
@@ -112,6 +113,7 @@ class WorkerNode(Process):
         self.obeyed = Header()  # the Reset that its main thread knows of
         self.joined = False
         self.last_plan = 0
+        self.kept: Kept | None = None  # from before this epoch, until its first plan
         self.busy_until = self.hang_for = 0.0
         world.at(0.0, lambda: self.every(HELLO_SECONDS, self.say_hello))
         world.at(HEARTBEAT_SECONDS, lambda: self.every(HEARTBEAT_SECONDS, self.beat))
@@ -121,7 +123,7 @@ class WorkerNode(Process):
         if not self.joined and self.connected:
             self._send(self.worker.hello(), Header())
 
-    def beat(self, phase: Phase | None = None) -> None:
+    def beat(self, phase: Phase | None = None, kept: Kept | None = None) -> None:
         """A heartbeat."""
         if self.joined and self.connected:
             if phase is None and self.obeyed != self.header:
@@ -129,12 +131,13 @@ class WorkerNode(Process):
             elif phase is None:
                 phase = Phase.EXECUTING if self.world.now < self.busy_until else Phase.IDLE
             ledger = self.worker.ledger() if phase is Phase.IDLE and self.epoch is not None else None
-            self._send(Heartbeat(worker=self.name, last_plan=self.last_plan, phase=phase, ledger=ledger))
+            beat = Heartbeat(worker=self.name, last_plan=self.last_plan, phase=phase, ledger=ledger, kept=kept)
+            self._send(beat)
 
     def fault(self, message: str, *, executing: bool = False) -> None:
         """Empty the batch, say why, and wait for a new epoch."""
         if self.epoch is not None:
-            self.epoch = None
+            self.epoch = self.kept = None
             self.worker.reset()
             self._send(WorkerFault(message=message, executing=executing))
 
@@ -149,7 +152,7 @@ class WorkerNode(Process):
     def handle(self, header: Header, message: Message) -> None:
         """Resets and plans."""
         if isinstance(message, Reset):
-            self._reset(header)
+            self._reset(header, message.keep)
         elif isinstance(message, StepPlan):
             self._plan(header, message)
         elif isinstance(message, Shutdown):
@@ -158,30 +161,31 @@ class WorkerNode(Process):
     def _send(self, message: WorkerToScheduler, header: Header | None = None) -> None:
         self.world.to_scheduler(self.name, FromWorker(self.name, header or self.header, message))
 
-    def _reset(self, header: Header) -> None:
+    def _reset(self, header: Header, keep: bool) -> None:
         if header == self.epoch:
             self.joined = True
             return
         self.header, self.epoch = header, None
         self.joined = header.epoch > 0
-        self._obey(header)
+        self._obey(header, keep)
         if not self.joined:
             self.say_hello()
 
-    def _obey(self, header: Header) -> None:
+    def _obey(self, header: Header, keep: bool) -> None:
         """Begin an epoch as soon as the plan of the one before has ended."""
         wait = max(self.busy_until, self.stopped_until) - self.world.now
         if not self.alive or header != self.header or header == self.epoch:
             return  # a newer one has come meanwhile
         if wait > 0:
-            self.world.at(wait, partial(self._obey, header))
+            self.world.at(wait, partial(self._obey, header, keep))
             return
         self.obeyed = header
         self.last_plan = 0
-        self.worker.reset()
+        self.kept = (self.worker.kept() or self.kept) if keep else None
+        self.worker.reset(self.kept)
         if self.joined:
             self.epoch = header
-            self.beat()
+            self.beat(kept=self.kept)
 
     def _plan(self, header: Header, plan: StepPlan) -> None:
         if self.epoch is None or replace(header, number=0) != self.epoch:
@@ -191,6 +195,7 @@ class WorkerNode(Process):
             return
         if self.world.dies_at(self, plan):
             return
+        self.kept = None
         busy, self.hang_for = self.world.step_seconds(plan) + self.hang_for, 0.0
         result = replace(self.worker.execute(header.number, plan), seconds=busy)
         result = self.world.bend(self, result)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from proto.digests import extend_digests
 from proto.ledger import digest, make_ledger
 from proto.messages import (
     Copy,
@@ -15,6 +16,7 @@ from proto.messages import (
     Freed,
     Int64,
     Join,
+    Kept,
     KVGroup,
     Ledger,
     StepPlan,
@@ -112,10 +114,22 @@ class StrictWorker:
             max_drafts=self.max_drafts,
         )
 
-    def reset(self) -> None:
-        """A new epoch."""
+    def kept(self) -> Kept | None:
+        """What its memory holds of its rows: whole blocks."""
+        found: dict[int, bytes] = {}
+        for row in self.rows.values():
+            if row.join.root and not row.stopped:
+                full, digests = row.computed // self.block_size, list[bytes]()
+                extend_digests(digests, row.join.root, int32(row.tokens[: full * self.block_size]), self.block_size)
+                found |= zip(row.blocks, digests, strict=False)
+        return Kept(blocks=int32(list(found)), digests=b"".join(found.values())) if found else None
+
+    def reset(self, kept: Kept | None = None) -> None:
+        """A new epoch. Nothing but what is kept is in memory."""
         self.rows.clear()
-        self.memory[:] = UNWRITTEN
+        lost = np.ones(self.num_blocks, bool)
+        lost[[] if kept is None else kept.blocks] = False
+        self.memory[lost] = UNWRITTEN
         self.tables[:] = 0
         self.next_number = 1
 
