@@ -205,6 +205,8 @@ def _heartbeat(r: m.Heartbeat) -> None:
 
 def _kept(r: m.Kept) -> None:
     check_no_negatives(r, "blocks")
+    if len(r.blocks) > m.MAX_KEPT:
+        raise CodecError("blocks", f"must be at most {m.MAX_KEPT}, not {len(r.blocks)}")
     if len(r.digests) != m.DIGEST_BYTES * len(r.blocks):
         raise CodecError("digests", f"must have {m.DIGEST_BYTES} bytes for each of {len(r.blocks)} blocks")
     if len(np.unique(r.blocks)) != len(r.blocks):

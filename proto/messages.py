@@ -23,6 +23,7 @@ Float32 = NDArray[np.float32]
 
 SCHEMA_VERSION = 3
 DIGEST_BYTES = 16  # of the name of a block's content: see proto/digests.py
+MAX_KEPT = 200_000  # blocks that a worker may tell of
 
 # How a grammar is written: a JSON schema, a regular expression, or Lark as the llguidance library reads it.
 GRAMMAR_KINDS = ("json_schema", "regex", "lark")
@@ -358,7 +359,7 @@ class Ledger:
 class Kept:
     """What blocks of a worker's KV memory still hold from before its epoch: those that its rows had filled.
 
-    blocks[B]: distinct, the first ones to be given out first. digests: DIGEST_BYTES for each.
+    blocks[B]: distinct, MAX_KEPT at most, the first ones to be given out first. digests: DIGEST_BYTES for each.
     """
 
     blocks: Int32

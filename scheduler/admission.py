@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOOKAHEAD = 16  # how many of a tenant's first sequences may be passed over in one plan
 MAX_PASSED = 128  # the same for all tenants together
 LOAD_SLACK = 0.25  # share of a worker's rows by which a cached prefix may outweigh a smaller load
-KEPT_SECONDS = 1.0  # from a worker's hello, in which what is to be resumed waits for what it kept, and at most
+KEPT_SECONDS = 1.0  # from a worker's hello or first beat in which what is to be resumed waits for what it kept
 
 
 @dataclass(slots=True)
@@ -98,14 +98,20 @@ def can_admit(offer: Offer, sequence: Sequence) -> bool:
 
 def _look(builder: PlanBuilder, sequence: Sequence) -> Offer:
     """One look into the worker's prefix index."""
-    pool = builder.worker.pool
     if not sequence.reads_cache or not builder.state.config.prefix_caching:
         return Offer(builder, [], b"", mostly=False)
-    digests = sequence.prefix_digests(sequence.tokens, pool.block_size, builder.worker.weights_version)
+    hits, usable = _hits(builder.worker, sequence)
+    following = sequence.digests[len(hits)] if len(hits) < usable else b""
+    return Offer(builder, hits, following, mostly=2 * len(hits) >= usable)
+
+
+def _hits(worker: Worker, sequence: Sequence) -> tuple[list[int], int]:
+    """The worker's blocks that hold a prefix of the sequence, and how many there can be: below the last token's
+    position."""
+    pool = worker.pool
+    digests = sequence.prefix_digests(sequence.tokens, pool.block_size, worker.weights_version)
     usable = (len(sequence.tokens) - 1) // pool.block_size
-    hits = pool.prefix.match(digests, usable)
-    following = digests[len(hits)] if len(hits) < usable else b""
-    return Offer(builder, hits, following, mostly=2 * len(hits) > usable)
+    return pool.prefix.match(digests, usable), usable
 
 
 def adoptable(worker: Worker, sequence: Sequence) -> bool:
@@ -142,16 +148,22 @@ def _waits_for_block(state: SchedulerState, sequence: Sequence, offers: list[Off
 
 
 def _waits_for_kept(state: SchedulerState, sequence: Sequence, offers: list[Offer], now: float) -> bool:
-    """Whether a worker that has just said hello may have most of what all others would have to compute again: it tells
-    when its step of before has ended. The sequence waits for that a bounded time."""
-    if not sequence.resumed or any(offer.mostly for offer in offers):
+    """Whether a worker that has said hello a moment ago has, or may have, most of what the others would have to compute
+    again: it tells when its step of before has ended, and has its turn when its window opens. The sequence waits for
+    that a bounded time."""
+    if not (sequence.resumed and sequence.reads_cache) or any(offer.mostly for offer in offers):
         return False
-    joining = (w for w in state.workers.values() if w.standing is Link.JOINING and w.keeps)
-    if not any(now - worker.joined_at <= KEPT_SECONDS for worker in joining):
+    fresh = (w for w in state.workers.values() if w.keeps and now - w.joined_at <= KEPT_SECONDS)
+    if not any(worker.standing is Link.JOINING or _holds_most(worker, sequence) for worker in fresh):
         return False
     if sequence.held_since is None:
         sequence.held_since = now
     return now - sequence.held_since <= KEPT_SECONDS
+
+
+def _holds_most(worker: Worker, sequence: Sequence) -> bool:
+    hits, usable = _hits(worker, sequence)
+    return 2 * len(hits) >= usable
 
 
 def _choose(offers: list[Offer], sequence: Sequence) -> Offer:

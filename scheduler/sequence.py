@@ -71,6 +71,7 @@ class Sequence:
     sent: int
     logprobs_base: int
     lone_deaths: int
+    again: bool = False  # its frontend had sent it before, to this scheduler or another
     source: Sequence | None = None
     tenant_index: int = 0
     weights_version: int = 0
@@ -114,6 +115,7 @@ class Sequence:
             sent=start.delivered,
             logprobs_base=max(base, start.delivered),
             lone_deaths=add.deaths,
+            again=add.age > 0 or len(start.output_ids) > 0,
             charged=num_prompt if len(start.output_ids) else 0,
         )
 
@@ -147,11 +149,11 @@ class Sequence:
 
     @property
     def resumed(self) -> bool:
-        """Whether it goes on behind tokens that were sampled before."""
-        return len(self.tokens) > self.num_prompt
+        """Whether a worker may have begun it already."""
+        return self.again or self.admitted_at is not None
 
     def root(self, weights_version: int) -> bytes:
-        """Of its digests."""
+        """The parent of the digest of its first block."""
         return root_digest(weights_version, "", f"{self.tenant}\0{self.cache_salt}")
 
     def prefix_digests(self, tokens: Int32, block_size: int, weights_version: int) -> list[bytes]:

@@ -66,6 +66,7 @@ class Worker:
     leaving: stays whose Leave goes out with the next plan. departed: stays that are over, by number, until no plan
     in flight holds them. computing: digests of the prompt blocks that running rows fill next, each with the number of
     the stay that does. keeps: what its memory holds from before this epoch is believed.
+    joined_at: when it said hello, and then when it began its epoch.
     """
 
     peer: str
@@ -78,9 +79,9 @@ class Worker:
     window: int
     pool: BlockPool
     batch: RowBatch
+    keeps: bool
     epoch: int = 0
     weights_version: int = 1
-    keeps: bool = True
     standing: Link = Link.JOINING
     leaving: list[Stay] = field(default_factory=list)
     departed: dict[int, Stay] = field(default_factory=dict)
@@ -98,7 +99,9 @@ class Worker:
     acceptance: float = 1.0  # share of the drafts that were right, smoothed over plans
 
     @classmethod
-    def join(cls, peer: str, hello: WorkerHello, config: SchedulerConfig, link: int, now: float) -> Worker:
+    def join(
+        cls, peer: str, hello: WorkerHello, config: SchedulerConfig, link: int, now: float, *, keeps: bool
+    ) -> Worker:
         """A worker that has said hello; it gets its first epoch by ``begin_epoch``."""
         group = hello.groups[0]
         max_rows = min(hello.max_rows, config.max_num_seqs)
@@ -114,6 +117,7 @@ class Worker:
             window=config.window or hello.window,
             pool=BlockPool(group.num_blocks, group.block_size),
             batch=RowBatch(max_rows, capacity, group.block_size),
+            keeps=keeps,
         )
 
     def begin_epoch(self, epoch: int) -> None:
@@ -262,6 +266,7 @@ class SchedulerState:
         self.told_ready: bool | None = None
         self.suspects: dict[int, Sequence] = {}  # by uid: see quarantine.py
         self.silent: dict[str, list[Sequence]] = {}  # peers lost for their silence: who was in flight there
+        self.disputed: deque[str] = deque(maxlen=64)  # workers whose memory is not believed before they begin an epoch
         self.recheck = False  # workers changed: what waits may not fit any more
         self.service_time = ServiceTime()
         self.tokens_per_second = 0.0  # sampled, smoothed over plans

@@ -64,7 +64,7 @@ def on_worker(state: SchedulerState, event: FromWorker, now: float) -> Replies:
             if state.no_worker_since is not None:
                 state.no_worker_since = now
         case Heartbeat():
-            _confirm(state, worker, message)
+            _confirm(state, worker, message, now)
             _count_rejected(state, worker, message)
             if found := table_difference(state, worker, message):
                 return reset(state, worker, found, now)
@@ -98,6 +98,8 @@ def reset(state: SchedulerState, worker: Worker, cause: str, now: float) -> Repl
     state.totals.epochs_reset += 1
     _note_usable(state, now)
     worker.keeps = False
+    if worker.peer not in state.disputed:
+        state.disputed.append(worker.peer)
     return [_begin_epoch(state, worker, now)]
 
 
@@ -196,7 +198,7 @@ def _hello(state: SchedulerState, peer: str, hello: WorkerHello, now: float) -> 
         _change_weights(state, now)
     state.fingerprint = hello.fingerprint
     state.last_link += 1
-    worker = Worker.join(peer, hello, state.config, state.last_link, now)
+    worker = Worker.join(peer, hello, state.config, state.last_link, now, keeps=_may_keep(state, peer))
     state.workers[peer] = worker
     return [_begin_epoch(state, worker, now)]
 
@@ -213,7 +215,11 @@ def _tell_epoch(state: SchedulerState, worker: Worker, now: float) -> Outgoing[S
 
 
 def _tell_unknown(state: SchedulerState, peer: str) -> Outgoing[SchedulerToWorker]:
-    return Outgoing(peer, Header(session=state.session), Reset(keep=True))
+    return Outgoing(peer, Header(session=state.session), Reset(keep=_may_keep(state, peer)))
+
+
+def _may_keep(state: SchedulerState, peer: str) -> bool:
+    return state.config.prefix_caching and peer not in state.disputed
 
 
 def _unfit(state: SchedulerState, hello: WorkerHello) -> str | None:
@@ -245,11 +251,13 @@ def _change_weights(state: SchedulerState, now: float) -> None:
             end(state, sequence, FinishReason.WEIGHTS_CHANGED, now, cause="other weights", message=message)
 
 
-def _confirm(state: SchedulerState, worker: Worker, beat: Heartbeat) -> None:
+def _confirm(state: SchedulerState, worker: Worker, beat: Heartbeat, now: float) -> None:
     if worker.standing is Link.JOINING:
-        worker.standing = Link.READY
-        if beat.kept is not None and worker.keeps and state.config.prefix_caching:
+        worker.standing, worker.joined_at = Link.READY, now
+        if worker.keeps and beat.kept is not None:
             _recall(state, worker, beat.kept)
+        elif worker.peer in state.disputed:
+            state.disputed.remove(worker.peer)
         worker.owed_for = 0.0
         clear_silent(state, worker.peer)
         state.no_worker_since = None

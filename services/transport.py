@@ -21,7 +21,7 @@ from services.keys import Curve, read_public, read_secret
 from services.run_dir import RunDir
 from services.settings import Address, LinkSettings, SettingsError
 
-MAX_CONTROL_BYTES = 2**20
+MAX_CONTROL_BYTES = 2**23  # twice what the blocks take that a worker may tell of
 
 # High-water marks, in frames. More plans than a window can hold are never on their way. A frontend's link may
 # hold a few seconds of steps, so that a stalled frontend is not taken for a lost one.

@@ -169,8 +169,7 @@ class WorkerService:
     def _reset(self, header: Header, keep: bool) -> None:
         if replace(header, number=0) == self.epoch:
             return  # a second answer to a second hello
-        # Without a plan since the last Reset the batch is empty, and the memory as it was then.
-        self.kept = (self.runner.kept() or self.kept) if keep else None
+        self.kept = self._kept() if keep else None
         self.runner.reset()
         self.compiling.clear()
         self.launched.clear()
@@ -181,6 +180,16 @@ class WorkerService:
         self._tell(0, Phase.IDLE, self.kept)
         self.control.confirm()
         log.info("joined", epoch=header.epoch, session=header.session)
+
+    def _kept(self) -> Kept | None:
+        try:
+            found = self.runner.kept()
+        except RanksLost as error:
+            end_now(str(error))
+        except Exception:
+            log.exception("a step failed, and nobody is told of it any more: its worker begins a new epoch")
+            return None
+        return found or self.kept  # without a plan since the last Reset, the memory is as it was then
 
     def _take(self, header: Header, plan: StepPlan) -> None:
         if replace(header, number=0) != self.epoch:

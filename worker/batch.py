@@ -8,11 +8,13 @@ A row that stopped keeps its place until its Leave, but holds no blocks.
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import numpy as np
 
 from proto.digests import extend_digests
 from proto.ledger import digest, make_ledger
-from proto.messages import Int32, Join, Kept, Ledger, SamplingParams, int32
+from proto.messages import MAX_KEPT, Int32, Join, Kept, Ledger, SamplingParams, int32
 from worker.grammar import GrammarRows
 from worker.sampling import SamplingColumns
 
@@ -113,16 +115,18 @@ class Batch:
         return make_ledger((row, tell(row)) for row in np.flatnonzero(self.sequence != FREE).tolist())
 
     def kept(self) -> Kept | None:
-        """Whole blocks that the rows have filled, by what they hold; of each row the last one first. None: there are
-        none. Nothing may be in flight."""
+        """Whole blocks that the rows have filled, by what they hold: no block before those that stand on it. None:
+        there are none. Nothing may be in flight."""
         found: dict[int, bytes] = {}
         for row in np.flatnonzero((self.sequence != FREE) & ~self.stopped).tolist():
             if root := self.roots[row]:
-                full, digests = self.computed.item(row) // self.block_size, list[bytes]()
+                full = self.computed.item(row) // self.block_size
+                blocks = self.table[row, :full].tolist()
+                digests = [found[block] for block in takewhile(found.__contains__, blocks)]  # of a prefix in common
                 extend_digests(digests, root, self.tokens[row, : full * self.block_size], self.block_size)
-                for block, name in zip(self.table[row, :full][::-1].tolist(), reversed(digests), strict=True):
-                    found.setdefault(block, name)
-        return Kept(blocks=int32(list(found)), digests=b"".join(found.values())) if found else None
+                found.update(zip(blocks, digests, strict=True))
+        told = list(reversed(found.items()))[-MAX_KEPT:]
+        return Kept(blocks=int32([b for b, _ in told]), digests=b"".join(d for _, d in told)) if told else None
 
     def validate(self) -> None:
         """Proves the invariants of every row; AssertionError names the row."""

@@ -164,11 +164,8 @@ class PipelinedRunner(BaseRunner):
 
     def kept(self) -> Kept | None:
         """As of BaseRunner, once the device is done: a plan in flight may have given a row's blocks to another."""
-        try:
-            while self._pending:
-                self._retire()
-        except Exception:  # what the step wrote is not known
-            return None
+        while self._pending:
+            self._retire()
         return super().kept()
 
     def reset(self) -> None:

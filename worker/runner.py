@@ -77,7 +77,8 @@ class BaseRunner:
         return self.batch.ledger()
 
     def kept(self) -> Kept | None:
-        """What the KV memory holds of the rows, to be told before `reset`; None: nothing, or nobody knows."""
+        """What the KV memory holds of the rows, to be asked before `reset`; None: nothing. After an error nobody knows
+        what it holds."""
         return self.batch.kept()
 
     def rest(self) -> None:

@@ -34,13 +34,15 @@ class Watched(World):
         return 0.02
 
 
-def busy(workers: int, config: SchedulerConfig = CONFIG, **options: int) -> tuple[Watched, list[SimSequence]]:
-    """Streams that are in mid-flight after a second."""
+def busy(
+    workers: int, config: SchedulerConfig = CONFIG, *, streams: int = STREAMS, length: int = LENGTH, **options: int
+) -> tuple[Watched, list[SimSequence]]:
+    """Streams that are in mid-flight after a second and a half."""
     world = Watched(1, config, twin=True, validate_every=10)
     for number in range(workers):
-        world.add_worker(f"w{number}", num_blocks=400, block_size=BLOCK, **options)
+        world.add_worker(f"w{number}", **({"num_blocks": 400, "block_size": BLOCK} | options))
     frontend = world.add_frontend("f0")
-    asked = [sequence(handle, [10 * handle + n for n in range(LENGTH)], output=150) for handle in range(1, 1 + STREAMS)]
+    asked = [sequence(handle, [10 * handle + n for n in range(length)], output=150) for handle in range(1, 1 + streams)]
     for one in asked:
         world.at(0.1, partial(frontend.submit, one))
     world.run(lambda: world.now > 1.5)
@@ -56,7 +58,8 @@ def computed_twice(world: Watched, streams: list[SimSequence]) -> int:
     return world.computed - needed
 
 
-A_LITTLE = STREAMS * (2 * BLOCK + 8)  # for each stream the block that was not full, and what was in flight
+EACH = 2 * BLOCK + 8  # for each stream the block that was not full, and what was in flight
+A_LITTLE = STREAMS * EACH
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -66,6 +69,14 @@ def test_a_new_scheduler_finds_what_workers_hold(workers: int, options: dict[str
     spare = 0 if not options.get("max_drafts") else 400  # guesses that were wrong
     world.kill_scheduler(0.3)
     assert computed_twice(world, streams) <= A_LITTLE + spare
+
+
+def test_many_streams_find_their_workers() -> None:
+    """More than one look at the queue reaches; and while one worker's window is full, the other takes none of its."""
+    config = replace(CONFIG, max_num_seqs=32, max_num_batched_tokens=256)
+    world, streams = busy(2, config, streams=64, num_blocks=4000, max_rows=32)
+    world.kill_scheduler(0.3)
+    assert computed_twice(world, streams) <= 64 * EACH
 
 
 def test_streams_go_back_to_their_worker_even_where_most_were_on_one() -> None:
@@ -110,10 +121,36 @@ def test_a_worker_at_odds_with_the_books_is_not_believed() -> None:
     assert world.state.totals.epochs_reset == 1
 
 
+def test_a_dispute_is_not_forgotten_with_the_link() -> None:
+    """The Reset that tells the worker to keep nothing is lost with the link, and the next one says the same."""
+    world, streams = busy(1)
+    world.at_odds.add("w0")
+    world.run(lambda: world.state.totals.epochs_reset == 1, limit=5)
+    world.cut("w0", 0.5)
+    assert computed_twice(world, streams) >= STREAMS * LENGTH
+    assert not world.state.disputed
+
+
 def test_without_prefix_caching_nothing_is_kept() -> None:
     world, streams = busy(1, replace(CONFIG, prefix_caching=False))
     world.kill_scheduler(0.3)
     assert computed_twice(world, streams) >= STREAMS * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [(replace(CONFIG, prefix_caching=False), LENGTH), (CONFIG, 1)],
+    ids=["no prefix caching", "less than a block"],
+)
+def test_nothing_waits_where_nothing_can_be_gained(config: SchedulerConfig, length: int) -> None:
+    options = {} if length > 1 else {"block_size": 64}
+    world, streams = busy(2, config, length=length, **options)
+    world.hang("w1", 1e6)
+    world.run(lambda: world.workers["w1"].busy_until > world.now + 100)
+    delivered = {one.handle: len(one.outputs) for one in streams}
+    world.kill_scheduler(0.1)
+    world.run(lambda: all(len(one.outputs) > delivered[one.handle] for one in streams), limit=5)
+    assert world.now < 1.5 + 0.2 + 0.6
 
 
 def test_what_is_to_be_resumed_waits_for_a_worker_that_says_hello() -> None:

@@ -14,6 +14,8 @@ from proto.codec import WORKER_TO_SCHEDULER, decode, encode
 from proto.digests import extend_digests, split_digests
 from proto.ledger import difference, digest, make_ledger
 from proto.messages import (
+    DIGEST_BYTES,
+    MAX_KEPT,
     Freed,
     GrammarFailed,
     GrammarReady,
@@ -363,6 +365,27 @@ def test_a_worker_tells_what_its_memory_holds(scheduler, worker, runner):
     scheduler.order(replace(header, epoch=6, number=2), EMPTY)
     scheduler.expect(scheduler.plans, WorkerFault)
     assert kept_in(7) is None
+
+
+def test_all_that_a_worker_may_tell_of_reaches_the_scheduler(scheduler, worker, runner):
+    header = scheduler.join()
+    kept = Kept(blocks=int32(range(MAX_KEPT)), digests=bytes(DIGEST_BYTES * MAX_KEPT))
+    runner.kept = lambda: kept
+    fresh = replace(header, epoch=2)
+    scheduler.order(fresh, Reset(keep=True))
+    scheduler.confirmed(fresh)
+
+
+def test_a_step_that_failed_when_its_epoch_was_over_keeps_nothing(scheduler, worker, runner):
+    header = scheduler.join()
+
+    def fail() -> None:
+        raise ValueError("the device is broken")
+
+    runner.kept = fail
+    fresh = replace(header, epoch=2)
+    scheduler.order(fresh, Reset(keep=True))
+    scheduler.confirmed(fresh)
 
 
 def test_an_idle_worker_tells_what_its_rows_hold(scheduler, worker, runner):

@@ -122,7 +122,8 @@ class StrictWorker:
                 full, digests = row.computed // self.block_size, list[bytes]()
                 extend_digests(digests, row.join.root, int32(row.tokens[: full * self.block_size]), self.block_size)
                 found |= zip(row.blocks, digests, strict=False)
-        return Kept(blocks=int32(list(found)), digests=b"".join(found.values())) if found else None
+        told = list(reversed(found.items()))  # no block before those that stand on it
+        return Kept(blocks=int32([b for b, _ in told]), digests=b"".join(d for _, d in told)) if told else None
 
     def reset(self, kept: Kept | None = None) -> None:
         """A new epoch. Nothing but what is kept is in memory."""
