@@ -15,6 +15,7 @@ from proto.messages import (
     FrontendHello,
     Header,
     Heartbeat,
+    Kept,
     Message,
     Phase,
     Reset,
@@ -41,6 +42,7 @@ MAX_OPEN = 12
 CORPUS = 400
 LIES_PER_STEP = 40
 VALIDATE_EVERY = 50  # steps
+LINK_BREAKS = 0.03  # share of the steps in which the honest worker says hello anew
 
 
 class Corpus:
@@ -84,6 +86,7 @@ class SchedulerStage:
         )
         self.worker = StrictWorker("w", num_blocks=64, block_size=4)
         self.worker_header = self.frontend_header = Header()
+        self.kept: Kept | None = None  # told with the worker's beats until its first plan
         self.next_sequence = 1
         self.open: set[int] = set()
         self.to_scheduler, self.to_worker, self.to_frontend = Corpus(), Corpus(), Corpus()
@@ -137,11 +140,12 @@ class SchedulerStage:
             self.to_frontend.add(self.draw, frame)
             if peer == FRONTEND:
                 self._as_frontend(frame)
-        if self.worker_header.epoch == 0:
+        if self.worker_header.epoch == 0 or self.draw.random() < LINK_BREAKS:
             self._say(control, WORKER, Header(), self.worker.hello())
         else:
             last_plan, ledger = self.worker.next_number - 1, self.worker.ledger()
-            beat = Heartbeat(worker="w", last_plan=last_plan, phase=Phase.IDLE, ledger=ledger)
+            kept = None if last_plan else self.kept
+            beat = Heartbeat(worker="w", last_plan=last_plan, phase=Phase.IDLE, ledger=ledger, kept=kept)
             self._say(control, WORKER, self.worker_header, beat)
         if self.frontend_header.link == 0:
             self._say(frontends, FRONTEND, Header(), FrontendHello(frontend="f"))
@@ -177,7 +181,8 @@ class SchedulerStage:
     def _as_worker(self, frame: bytes) -> None:
         header, message = decode(frame, SCHEDULER_TO_WORKER)
         if isinstance(message, Reset | Shutdown):
-            self.worker.reset()
+            self.kept = self.worker.kept() if isinstance(message, Reset) and message.keep else None
+            self.worker.reset(self.kept)
             self.worker_header = replace(header, number=0) if isinstance(message, Reset) else Header()
         elif isinstance(message, StepPlan) and replace(header, number=0) == self.worker_header:
             try:

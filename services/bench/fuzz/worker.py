@@ -82,7 +82,8 @@ class WorkerStage:
             left -= lies
             if self.service.epoch is None or self.num_steps % NEW_EPOCH_EVERY == 0:
                 self.epoch += 1
-                self.control.incoming.append(encode(Header(session=5, link=1, epoch=self.epoch), Reset()))
+                reset = Reset(keep=self.epoch % 2 == 0)
+                self.control.incoming.append(encode(Header(session=5, link=1, epoch=self.epoch), reset))
             for _ in range(lies):
                 feed = self.plans if self.draw.random() < 0.9 else self.control
                 frame = self._addressed(self.corpus.lie(self.draw))
