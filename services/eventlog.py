@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, get_origin, get_type_hints
 
 import msgpack
 import structlog
@@ -253,9 +253,13 @@ class LogFile:
                     f"that wrote it ({first.get('release')})"
                 )
         try:
-            return cls(path, LogHeader(**first))
+            header = LogHeader(**first)
         except TypeError as error:
             raise EventLogError(f"{path} has a header of another form: {error}") from error
+        for name, kind in get_type_hints(LogHeader).items():
+            if not isinstance(getattr(header, name), (int, float) if kind is float else get_origin(kind) or kind):
+                raise EventLogError(f"{path} has a header of another form: {name} is {getattr(header, name)!r:.80}")
+        return cls(path, header)
 
     def steps(self) -> Iterator[Step]:
         """The steps in order. EventLogError at the first thing that is none."""
@@ -267,7 +271,7 @@ class LogFile:
                     self.end, self.last_digest = record["end"], record["digest"]
                     return
                 now, digest, inputs = record
-                yield Step(now, digest, [(Kind(kind), peer, data) for kind, peer, data in inputs])
+                yield Step(float(now), digest, [(Kind(kind), peer, data) for kind, peer, data in inputs])
             except (TypeError, ValueError, KeyError) as error:
                 raise EventLogError(f"{self.path}: step {number} is damaged: {error}") from error
 

@@ -148,8 +148,15 @@ def test_the_command_tells_stories_and_speaks_json(recorded):
             msgpack.packb({"format": "signalbox event log", "version": 1, "schema": SCHEMA_VERSION, "release": "9"}),
             "has a header of another form",
         ),
+        (
+            msgpack.packb(
+                {"format": "signalbox event log", "version": 1, "schema": SCHEMA_VERSION, "release": "9", "session": 1}
+                | {"started": 0.0, "time": 0.0, "config": {}, "step": {}}
+            ),
+            "has a header of another form: step is {}",
+        ),
     ],
-    ids=["empty", "noise", "another version", "another header"],
+    ids=["empty", "noise", "another version", "another header", "a header with a field of another type"],
 )
 def test_a_file_that_is_no_log_is_one_line(content, message, tmp_path):
     path = tmp_path / "x.events"

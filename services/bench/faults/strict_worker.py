@@ -197,6 +197,7 @@ class StrictWorker:
         self._take(row, join.blocks[0].tolist())
 
     def _take(self, row: StrictRow, blocks: list[int]) -> None:
+        _check(all(0 <= block < self.num_blocks for block in blocks), "a block outside the pool")
         row.blocks += blocks
         np.add.at(self.tables, np.asarray(blocks, np.int64), 1)
 
