@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import ParamSpec, TypeVar
 
 from proto.messages import RefusalCode
@@ -20,11 +21,14 @@ RETRY_AFTER = 1.0
 class Offload:
     """A bounded thread pool for one event loop.
 
-    threads: more than cores are no gain, since Python code holds the interpreter lock; tokenising does not.
+    threads: more than cores are no gain, since Python code holds the interpreter lock; tokenising does not. All are
+    there from the beginning, so that what a frontend holds does not depend on how requests overlapped.
     """
 
     def __init__(self, threads: int = 2, max_pending: int = MAX_PENDING) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._pool, all_there = ThreadPoolExecutor(threads, thread_name_prefix="text"), Barrier(threads)
+        for _ in range(threads):
+            self._pool.submit(all_there.wait)
         self._max_pending = max_pending
         self._pending = 0
 

@@ -26,6 +26,13 @@ async def test_work_runs_in_another_thread_and_its_errors_come_back(offload: Off
         await offload.run(divmod, 1, 0)
 
 
+def test_all_its_threads_are_there_from_the_beginning() -> None:
+    before = set(threading.enumerate())
+    pool = Offload(threads=3)
+    assert len(set(threading.enumerate()) - before) == 3
+    pool.close()
+
+
 async def test_more_than_may_wait_is_refused_at_once(offload: Offload) -> None:
     release = threading.Event()
     waiting = [asyncio.create_task(offload.run(release.wait, 30)) for _ in range(2)]
