@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from proto.messages import DIGEST_BYTES, Int32
+from proto.messages import DIGEST_BYTES, MAX_KEPT, Int32, Kept, int32
 
 
 def root_digest(weights_version: int, adapter: str, salt: str) -> bytes:
@@ -27,6 +27,12 @@ def extend_digests(digests: list[bytes], root: bytes, tokens: Int32, block_size:
     for begin in range(0, len(content), step):
         parent = blake2b(parent + content[begin : begin + step], digest_size=DIGEST_BYTES).digest()
         digests.append(parent)
+
+
+def pack_kept(found: dict[int, bytes]) -> Kept | None:
+    """found: digests by block, no block before one that it stands on. None when there are none."""
+    told = list(reversed(found.items()))[-MAX_KEPT:]
+    return Kept(blocks=int32([b for b, _ in told]), digests=b"".join(d for _, d in told)) if told else None
 
 
 def split_digests(joined: bytes) -> list[bytes]:

@@ -102,7 +102,7 @@ def _look(builder: PlanBuilder, sequence: Sequence) -> Offer:
         return Offer(builder, [], b"", mostly=False)
     hits, usable = _hits(builder.worker, sequence)
     following = sequence.digests[len(hits)] if len(hits) < usable else b""
-    return Offer(builder, hits, following, mostly=2 * len(hits) >= usable)
+    return Offer(builder, hits, following, mostly=_are_most(hits, usable))
 
 
 def _hits(worker: Worker, sequence: Sequence) -> tuple[list[int], int]:
@@ -112,6 +112,10 @@ def _hits(worker: Worker, sequence: Sequence) -> tuple[list[int], int]:
     digests = sequence.prefix_digests(sequence.tokens, pool.block_size, worker.weights_version)
     usable = (len(sequence.tokens) - 1) // pool.block_size
     return pool.prefix.match(digests, usable), usable
+
+
+def _are_most(hits: list[int], usable: int) -> bool:
+    return 2 * len(hits) >= usable
 
 
 def adoptable(worker: Worker, sequence: Sequence) -> bool:
@@ -142,9 +146,7 @@ def _waits_for_block(state: SchedulerState, sequence: Sequence, offers: list[Off
     """Whether a running row is about to fill the next block that it needs; it waits for that a bounded time."""
     if not any(offer.next_digest in offer.worker.computing for offer in offers):
         return False
-    if sequence.held_since is None:
-        sequence.held_since = now
-    return now - sequence.held_since <= state.config.block_wait
+    return _hold(sequence, now, state.config.block_wait)
 
 
 def _waits_for_kept(state: SchedulerState, sequence: Sequence, offers: list[Offer], now: float) -> bool:
@@ -154,16 +156,16 @@ def _waits_for_kept(state: SchedulerState, sequence: Sequence, offers: list[Offe
     if not (sequence.resumed and sequence.reads_cache) or any(offer.mostly for offer in offers):
         return False
     fresh = (w for w in state.workers.values() if w.keeps and now - w.joined_at <= KEPT_SECONDS)
-    if not any(worker.standing is Link.JOINING or _holds_most(worker, sequence) for worker in fresh):
+    if not any(worker.standing is Link.JOINING or _are_most(*_hits(worker, sequence)) for worker in fresh):
         return False
+    return _hold(sequence, now, KEPT_SECONDS)
+
+
+def _hold(sequence: Sequence, now: float, longest: float) -> bool:
+    """Whether the sequence may wait on, for something that can fail to come."""
     if sequence.held_since is None:
         sequence.held_since = now
-    return now - sequence.held_since <= KEPT_SECONDS
-
-
-def _holds_most(worker: Worker, sequence: Sequence) -> bool:
-    hits, usable = _hits(worker, sequence)
-    return 2 * len(hits) >= usable
+    return now - sequence.held_since <= longest
 
 
 def _choose(offers: list[Offer], sequence: Sequence) -> Offer:

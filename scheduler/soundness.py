@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvpool.pool import BlockTable
-from proto.digests import extend_digests, root_digest
+from proto.digests import extend_digests
 from scheduler.batch import RowBatch, Stay
 from scheduler.errors import SchedulerError
 from scheduler.sequence import Sequence, Status
@@ -102,7 +102,7 @@ def _validate_cached(worker: Worker, row: int, sequence: Sequence) -> None:
     for index, block in cached:
         _check((index + 1) * size <= int(worker.batch.retired[row]), "cached before it is retired", sequence)
         if not digests:
-            root = root_digest(sequence.weights_version, "", f"{sequence.tenant}\0{sequence.cache_salt}")
+            root = sequence.root(sequence.weights_version)
             extend_digests(digests, root, known[: (cached[-1][0] + 1) * size], size)
         _check(digest_of[block] == digests[index], "cached under another content", sequence)
 

@@ -12,9 +12,9 @@ from itertools import takewhile
 
 import numpy as np
 
-from proto.digests import extend_digests
+from proto.digests import extend_digests, pack_kept
 from proto.ledger import digest, make_ledger
-from proto.messages import MAX_KEPT, Int32, Join, Kept, Ledger, SamplingParams, int32
+from proto.messages import Int32, Join, Kept, Ledger, SamplingParams
 from worker.grammar import GrammarRows
 from worker.sampling import SamplingColumns
 
@@ -125,8 +125,7 @@ class Batch:
                 digests = [found[block] for block in takewhile(found.__contains__, blocks)]  # of a prefix in common
                 extend_digests(digests, root, self.tokens[row, : full * self.block_size], self.block_size)
                 found.update(zip(blocks, digests, strict=True))
-        told = list(reversed(found.items()))[-MAX_KEPT:]
-        return Kept(blocks=int32([b for b, _ in told]), digests=b"".join(d for _, d in told)) if told else None
+        return pack_kept(found)
 
     def validate(self) -> None:
         """Proves the invariants of every row; AssertionError names the row."""

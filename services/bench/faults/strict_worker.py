@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from proto.digests import extend_digests
+from proto.digests import extend_digests, pack_kept
 from proto.ledger import digest, make_ledger
 from proto.messages import (
     Copy,
@@ -122,8 +122,7 @@ class StrictWorker:
                 full, digests = row.computed // self.block_size, list[bytes]()
                 extend_digests(digests, row.join.root, int32(row.tokens[: full * self.block_size]), self.block_size)
                 found |= zip(row.blocks, digests, strict=False)
-        told = list(reversed(found.items()))  # no block before those that stand on it
-        return Kept(blocks=int32([b for b, _ in told]), digests=b"".join(d for _, d in told)) if told else None
+        return pack_kept(found)
 
     def reset(self, kept: Kept | None = None) -> None:
         """A new epoch. Nothing but what is kept is in memory."""
