@@ -61,6 +61,10 @@ class Device(Protocol):
         """Copies whole KV blocks in every layer. Targets are distinct, and none is a source."""
         ...
 
+    def rest(self) -> None:
+        """Called when nothing has come for a moment: does what was put off, some tenths of a second at most."""
+        ...
+
 
 class Executor(Device, Protocol):
     """A device that computes a step while the host waits."""
@@ -70,8 +74,4 @@ class Executor(Device, Protocol):
 
         rules: asked once, after the forward pass: what grammars allow is computed while it runs. None: there are none.
         """
-        ...
-
-    def rest(self) -> None:
-        """Called when nothing has come for a moment: does what was put off, some tenths of a second at most."""
         ...

@@ -99,11 +99,15 @@ def build_rows(batch: Batch, rows: Int32, starts: Int32, counts: Int32, drafts: 
 
 def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32, drafts: Int32 = NO_DRAFTS) -> StepInputs:
     """Everything that a forward pass reads, from the host's batch."""
-    wanted = build_rows(batch, rows, starts, counts, drafts)
-    offsets = wanted.offsets
+    return with_columns(batch, build_rows(batch, rows, starts, counts, drafts))
+
+
+def with_columns(batch: Batch, wanted: RowInputs) -> StepInputs:
+    """With what the rows' tokens and tables say in the host's batch."""
+    rows, offsets = wanted.rows, wanted.offsets
     numbers = np.diff(offsets)
     owner = np.repeat(rows, numbers)
-    positions = np.arange(offsets[-1], dtype=np.int32) + np.repeat(starts - offsets[:-1], numbers)
+    positions = np.arange(offsets[-1], dtype=np.int32) + np.repeat(wanted.lengths - offsets[1:], numbers)
     blocks = batch.table[owner, positions // batch.block_size]
     return StepInputs(
         rows=rows,
@@ -115,7 +119,7 @@ def build_inputs(batch: Batch, rows: Int32, starts: Int32, counts: Int32, drafts
         tables=batch.table[rows],
         sample=wanted.sample,
         score=wanted.score,
-        drafts=drafts,
+        drafts=wanted.drafts,
     )
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from worker.config import WorkerConfig
+from worker.cpu.native.choice import load_executor
 from worker.loader.model import ModelFiles, open_model
-from worker.pipeline import PipelinedRunner
+from worker.pipeline import PipelinedExecutor, PipelinedRunner
 from worker.runner import Runner
 
 if TYPE_CHECKING:
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 def load_runner(config: WorkerConfig) -> Runner | PipelinedRunner:
     """Opens the model and its device; ModelError or ConfigError says in one line what is wrong."""
     if config.device != "cuda":
-        return Runner.load(config)
+        files = open_model(config.model)
+        executor = load_executor(config, files)
+        # A guess follows from the tokens before, which a pipeline need not know.
+        if isinstance(executor, PipelinedExecutor) and not config.speculative_tokens:
+            return PipelinedRunner(config, files, executor)
+        return Runner(config, files, executor)
     from worker.cuda.availability import require_gpu
 
     require_gpu()

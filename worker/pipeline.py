@@ -15,22 +15,22 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-from proto.messages import Int32, Join, Kept, StepPlan, StepResult, int32
+from proto.messages import Int32, Join, Kept, SamplingParams, StepPlan, StepResult, int32
 from worker.batch import Batch
 from worker.config import WorkerConfig
-from worker.executor import Scores, StepOutputs
+from worker.executor import Device, Scores, StepOutputs
 from worker.grammar import NoGrammars
 from worker.inputs import RowInputs, ScoreInputs, build_rows
 from worker.loader.model import ModelFiles
 from worker.plan_check import check_plan
 from worker.results import FreedLog, apply_outputs, empty_result
 from worker.runner import BaseRunner, apply_deltas
-from worker.sampling import Adjustment, SampleInputs, SamplingColumns, constraint
+from worker.sampling import NO_PENALTIES, Adjustment, SampleInputs, constraint, penalised, penalties_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,23 +55,21 @@ class Ticket(Protocol):
         ...
 
 
-class PipelinedExecutor(Protocol):
-    """A device that keeps rows, and runs what is enqueued in order. Only `Ticket` waits for it."""
+@runtime_checkable
+class PipelinedExecutor(Device, Protocol):
+    """A device that runs what is enqueued in order, and knows what its rows sampled before the host does."""
 
-    device: str
-    num_blocks: int
-    kv_dtype: str
-
-    def copy_blocks(self, sources: Int32, targets: Int32) -> None:
-        """Copies whole KV blocks in every layer. Targets are distinct, and none is a source."""
+    @property
+    def counts_tokens(self) -> bool:
+        """It sees to penalties itself; else they are among the rules."""
         ...
 
     def join(self, joins: Iterable[Join]) -> None:
         """Takes over the tokens and blocks of rows that begin."""
         ...
 
-    def forward(self, deltas: Deltas, inputs: RowInputs, sampling: SamplingColumns) -> None:
-        """Enqueues the forward pass."""
+    def forward(self, deltas: Deltas, inputs: RowInputs, batch: Batch) -> None:
+        """Enqueues the forward pass. batch: with the deltas, and 0 for tokens that only the device knows."""
         ...
 
     def sample(self, inputs: RowInputs, rules: Sequence[Adjustment]) -> Ticket:
@@ -193,30 +191,37 @@ class PipelinedRunner(BaseRunner):
             new_counts=counts,
             new_ids=new.ids[np.repeat(computed, new.counts)],
         )
-        self.pipeline.forward(deltas, inputs, issued.sampling)
+        self.pipeline.forward(deltas, inputs, issued)
         issued.computed[rows] = inputs.lengths
         pending.ticket = self.pipeline.sample(inputs, self._rules(inputs))
         sampled = rows[inputs.sample.rows]
         issued.append(sampled, np.zeros(len(sampled), np.int32), inputs.sample.positions)
 
     def _rules(self, inputs: RowInputs) -> list[Adjustment]:
-        """Bias and masks of the rows that sample. What a grammar allows and which words are bad follows from the tokens
-        before, so that their results are waited for, while the device computes."""
-        issued, rules = self.issued, []
+        """What changes the logits of the rows that sample. What a grammar allows, which words are bad and what
+        penalties count follows from the tokens before: their results are waited for, while the device computes."""
+        issued, counts, rules = self.issued, self.pipeline.counts_tokens, []
         rows = inputs.rows[inputs.sample.rows]
-        constrained = np.flatnonzero(issued.sampling.constrains[rows])
-        if any(issued.params[rows[index]].grammar or issued.params[rows[index]].bad_ids for index in constrained):
+        adjusts = issued.sampling.constrains if counts else issued.sampling.adjusts
+        adjusted = np.flatnonzero(adjusts[rows])
+        if any(self._needs_tokens(issued.params[rows[index]]) for index in adjusted):
             while len(self._pending) > 1:
                 self._retire()
             self._apply_plan(self._pending[0])
-        for index in constrained:
-            row, end = int(rows[index]), int(inputs.sample.positions[index])
+        for index in adjusted:
+            row, prompt = int(rows[index]), int(issued.num_prompt[rows[index]])
             params = issued.params[row]
             bits = self.batch.grammars.bits(row) if params.grammar else None
-            # Without bad words only the number of these tokens counts.
-            output = self.batch.tokens[row, issued.num_prompt[row] : end]
-            rules.append(constraint(params, int(index), output, bits))
+            # Where no result was waited for, only the number of these tokens counts.
+            tokens = self.batch.tokens[row, : inputs.sample.positions[index]]
+            rule = constraint(params, int(index), tokens[prompt:], bits)
+            rules.append(rule if counts else penalised(rule, params, tokens, prompt))
         return rules
+
+    def _needs_tokens(self, params: SamplingParams) -> bool:
+        if params.grammar or params.bad_ids:
+            return True
+        return not self.pipeline.counts_tokens and penalties_of(params) != NO_PENALTIES
 
     def _apply_plan(self, pending: Pending) -> None:
         """Brings a plan's deltas to `batch`, after all plans before it."""

@@ -83,6 +83,7 @@ class BaseRunner:
 
     def rest(self) -> None:
         """Called when nothing has come for a moment: does what was put off, some tenths of a second at most."""
+        self.device.rest()
 
     def reset(self) -> None:
         """Empties the batch, for a new epoch."""
@@ -143,10 +144,6 @@ class Runner(BaseRunner):
             return empty_result(plan, freed, self.weights_version)
         inputs, outputs = self._compute(plan, int32(active))
         return apply_outputs(plan, self.batch, int32(active), inputs, outputs, freed, self.weights_version)
-
-    def rest(self) -> None:
-        """As of BaseRunner."""
-        self.executor.rest()
 
     def _compute(self, plan: StepPlan, active: Int32) -> tuple[StepInputs, StepOutputs]:
         """The forward pass over the plan's `active` rows, with drafts where they are granted.

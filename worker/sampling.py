@@ -162,6 +162,11 @@ def _adjustment(batch: Batch, index: int, row: int, known: int) -> Adjustment:
     """For the token that follows the row's first `known` ones."""
     params, prompt, tokens = batch.params[row], batch.num_prompt[row], batch.tokens[row, :known]
     rule = constraint(params, index, tokens[prompt:], batch.grammars.bits(row) if params.grammar else None)
+    return penalised(rule, params, tokens, prompt)
+
+
+def penalised(rule: Adjustment, params: SamplingParams, tokens: Int32, prompt: int) -> Adjustment:
+    """With the penalties of a row with these tokens, the first `prompt` of which are its prompt."""
     if penalties_of(params) == NO_PENALTIES:
         return rule
     output_ids, output_counts = NO_IDS, NO_IDS

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proto.messages import Int32, Join, int32
+from proto.messages import Float32, Int32, Join, int32
+from worker.batch import Batch
 from worker.cuda.backend import Arrival, GraphBackend
 from worker.cuda.buckets import Bucket, Buckets
 from worker.cuda.decoder import Decoder
@@ -31,7 +32,7 @@ from worker.cuda.step import SCORES, Step
 from worker.inputs import RowInputs, ScoreInputs
 from worker.pipeline import Deltas
 from worker.ranking import CHUNK
-from worker.sampling import NO_PENALTIES, Adjustment, SamplingColumns, penalties_of
+from worker.sampling import NO_PENALTIES, Adjustment, penalties_of
 
 # Numbers of alternatives that samplers with log-probabilities are captured for.
 TOPS = (0, 5, 20)
@@ -50,6 +51,8 @@ class SamplerKey:
 
 class Engine:
     """Fills worker.pipeline.PipelinedExecutor. Not safe for several threads."""
+
+    counts_tokens = True
 
     def __init__(
         self, decoder: Decoder, backend: GraphBackend, kernels: Kernels, sizes: Sizes, *, capture: bool, name: str
@@ -116,14 +119,21 @@ class Engine:
         """Captures one more part of a step; False when there is none left. For when no step is under way."""
         return self.graphs.capture_next()
 
+    def rest(self) -> None:
+        """There is nothing to do but what `idle` does."""
+
     # --- a step ---------------------------------------------------------------------------------------------------
 
-    def forward(self, deltas: Deltas, inputs: RowInputs, sampling: SamplingColumns) -> None:
+    def forward(self, deltas: Deltas, inputs: RowInputs, batch: Batch) -> None:
         """Enqueues the model over a plan's rows; their KV is written."""
+        self.follow_forward(deltas, inputs, batch.sampling.penalties)
+
+    def follow_forward(self, deltas: Deltas, inputs: RowInputs, penalties: Float32) -> None:
+        """The same. penalties[max_rows, 3]: repetition, presence and frequency; on any rank but the first, any."""
         counts = np.diff(inputs.offsets)
         bucket = self.buckets.of(len(counts), int(inputs.offsets[-1]))
         with torch.inference_mode():
-            self.state.send(self._columns(deltas, inputs, counts, sampling))
+            self.state.send(self._columns(deltas, inputs, counts, penalties))
             self.graphs.run(bucket, lambda: self._forward(bucket))
 
     def sample(self, inputs: RowInputs, rules: Sequence[Adjustment]) -> Step:
@@ -155,16 +165,14 @@ class Engine:
             for part in self._score_parts(len(scored)):
                 self._logits_at(self.state.to_device(scored[part]))
 
-    def _columns(
-        self, deltas: Deltas, inputs: RowInputs, counts: Int32, sampling: SamplingColumns
-    ) -> dict[str, np.ndarray]:
+    def _columns(self, deltas: Deltas, inputs: RowInputs, counts: Int32, penalties: Float32) -> dict[str, np.ndarray]:
         sample = inputs.sample
         new_counts, new_ids = deltas.new_counts, deltas.new_ids
         if len(new_ids) > self.sizes.new_ids:
             self._send_tables(deltas, inputs.rows)
             new_counts, new_ids = np.zeros_like(new_counts), new_ids[:0]
         rows = inputs.rows[sample.rows]
-        penalties = sampling.penalties[rows]
+        penalties = penalties[rows]
         penalised = (penalties != np.array(NO_PENALTIES, np.float32)).any(axis=1)
         as_drawn = np.zeros(len(rows), np.int32)
         as_drawn[sample.as_drawn] = 1

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from proto.messages import Int32, Join
+from worker.batch import Batch
 from worker.config import KV_BYTES, WorkerConfig
 from worker.cuda.backend import CudaBackend
 from worker.cuda.engine import Engine
@@ -27,7 +28,7 @@ from worker.parallel.link import in_step
 from worker.parallel.meeting import Member, Place, connect, judge, meet, too_few_gpus
 from worker.parallel.split import check_split, part_of
 from worker.pipeline import Deltas, Ticket
-from worker.sampling import Adjustment, SamplingColumns
+from worker.sampling import Adjustment
 
 
 class Gpus:
@@ -50,6 +51,8 @@ class LeadingEngine:
     """Fills worker.pipeline.PipelinedExecutor: tells the other ranks, then does rank 0's part. RanksLost after any
     failure, since the ranks are out of step then."""
 
+    counts_tokens = True
+
     def __init__(self, own: Engine, orders: EngineOrders) -> None:
         self.own = own
         self.orders = orders
@@ -71,11 +74,11 @@ class LeadingEngine:
                 self.orders.tell(JoinOrder.of(known))
                 self.own.join(known)
 
-    def forward(self, deltas: Deltas, inputs: RowInputs, sampling: SamplingColumns) -> None:
+    def forward(self, deltas: Deltas, inputs: RowInputs, batch: Batch) -> None:
         """Enqueues the forward pass on every rank."""
         with in_step():
             self.orders.tell(ForwardOrder.of(deltas, inputs))
-            self.own.forward(deltas, inputs, sampling)
+            self.own.forward(deltas, inputs, batch)
 
     def sample(self, inputs: RowInputs, rules: Sequence[Adjustment]) -> LeadingStep:
         """Enqueues the sampling here, and what it needs of the others."""
@@ -88,6 +91,9 @@ class LeadingEngine:
         with in_step():
             self.orders.tell(IdleOrder())
             return self.own.idle()
+
+    def rest(self) -> None:
+        """There is nothing to do but what `idle` does."""
 
 
 class LeadingStep:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from proto.messages import Int32
+import numpy as np
+
+from proto.messages import Int32, Join
+from worker.batch import Batch
 from worker.config import KV_BYTES, WorkerConfig
 from worker.cpu.formats import refuse_fp8
 from worker.cpu.native.buffers import KV_FORMATS, Buffers, KVBlocks, RopeTables
@@ -14,16 +17,20 @@ from worker.cpu.native.errors import NativeUnavailable
 from worker.cpu.native.limits import Limits, StepLimit, kept_limits, update_limits
 from worker.cpu.native.program import Recorder
 from worker.cpu.native.records import KEY_LANES, Format, Model, address, native
-from worker.cpu.native.step import CapturedStep
+from worker.cpu.native.step import CapturedStep, LaunchedStep
+from worker.cpu.native.step_memory import NO_OWNER
 from worker.cpu.native.weights import Weights, load_weights
 from worker.executor import StepOutputs
-from worker.inputs import StepInputs
+from worker.inputs import RowInputs, StepInputs, with_columns
 from worker.loader.model import ModelFiles
-from worker.sampling import Rules
+from worker.pipeline import Deltas
+from worker.sampling import Adjustment, Rules
 
 
 class NativeExecutor:
-    """Fills worker.executor.Executor."""
+    """Fills worker.executor.Executor and worker.pipeline.PipelinedExecutor."""
+
+    counts_tokens = False
 
     def __init__(self, config: WorkerConfig, files: ModelFiles, weights: Weights) -> None:
         self.model, self.threads = files.config, config.resolved_threads
@@ -63,6 +70,8 @@ class NativeExecutor:
             logits=address(self.buffers.logits),
         )
         self.rested = False
+        self.known = np.zeros(config.max_rows, np.int32)  # tokens with which each row began
+        self.launched: LaunchedStep | None = None  # until it is sampled
         self.use_limits(kept_limits(self.threads))
         self.step = CapturedStep(
             record,
@@ -89,13 +98,36 @@ class NativeExecutor:
         return f"cpu (native {self.level}, {self.threads} threads, {weights} weights, {self.kv_dtype} kv)"
 
     def copy_blocks(self, sources: Int32, targets: Int32) -> None:
-        """Copies whole KV blocks in every layer."""
+        """Copies whole KV blocks in every layer, once all that was enqueued is done."""
+        self.step.drain()
         self.cache.copy(sources, targets)
 
     def run(self, inputs: StepInputs, rules: Rules | None = None) -> StepOutputs:
         """One forward pass, then sampling."""
-        outputs = self.step.launch(inputs, rules)
-        return dataclasses.replace(outputs, limit_seconds=self.limit.seconds(inputs)) if self.limit else outputs
+        return self.step.launch(inputs, rules, self._limit_of(inputs))
+
+    def join(self, joins: Iterable[Join]) -> None:
+        """What the host does not know of these rows' tokens are those after the present ones."""
+        for join in joins:
+            self.known[join.row] = len(join.tokens)
+
+    def forward(self, deltas: Deltas, inputs: RowInputs, batch: Batch) -> None:
+        """Enqueues the forward pass."""
+        columns = with_columns(batch, inputs)
+        owners = np.repeat(inputs.rows, np.diff(inputs.offsets))
+        owners[columns.positions < self.known[owners]] = NO_OWNER
+        self.launched = self.step.forward(columns, owners, self._limit_of(columns))
+
+    def sample(self, inputs: RowInputs, rules: Sequence[Adjustment]) -> LaunchedStep:
+        """Enqueues the sampling of the pass that was enqueued last."""
+        launched, self.launched = self.launched, None
+        assert launched is not None
+        launched.sample(rules)
+        return launched
+
+    def idle(self) -> bool:
+        """There is nothing to do but what `rest` does."""
+        return False
 
     def rest(self) -> None:
         """Measures the machine's limits, once: at the start, other processes start too."""
@@ -103,6 +135,9 @@ class NativeExecutor:
             self.rested = True
             with suppress(MemoryError):  # then serving goes on without
                 self.use_limits(update_limits(self.threads))
+
+    def _limit_of(self, inputs: StepInputs) -> float:
+        return self.limit.seconds(inputs) if self.limit else 0.0
 
     def use_limits(self, limits: Limits | None) -> None:
         """What the limit of the steps to come is computed from; None: it is not known."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from enum import IntEnum, IntFlag
 from functools import cache
 
@@ -33,8 +33,8 @@ class Kind(IntEnum):
     QUANTISE = 6
 
 
-class Part(IntFlag):
-    """Which parts of a step a call runs."""
+class Part(IntEnum):
+    """Parts of a step, in their order."""
 
     FORWARD = 1
     HEAD = 2
@@ -128,12 +128,14 @@ class Step(Structure):
             (name, c_void_p)
             for name in (
                 "ids",
+                "owners",
                 "positions",
                 "slots",
                 "offsets",
                 "tables",
                 "sources",
                 "targets",
+                "sample_rows",
                 "seeds",
                 "sample_positions",
                 "temperatures",
@@ -150,6 +152,7 @@ class Step(Structure):
                 "known_ids",
                 "output_ids",
                 "output_counts",
+                "last_tokens",
                 "token_finite",
                 "logits_finite",
                 "sampled",
@@ -174,7 +177,8 @@ def _loaded(file: str) -> ctypes.CDLL:
     for name, result, arguments in (
         ("sb_open", c_void_p, (POINTER(Model), POINTER(Op), c_int32, POINTER(Op), c_int32)),
         ("sb_close", None, (c_void_p,)),
-        ("sb_run", None, (c_void_p, POINTER(Step), c_int32)),
+        ("sb_enqueue", c_uint32, (c_void_p, POINTER(Step), c_int32)),
+        ("sb_wait", None, (c_void_p, c_uint32)),
         ("sb_linear", None, (c_void_p, POINTER(Op), c_int32)),
         ("sb_quantise", None, (c_void_p, c_int32, c_int32, POINTER(Activations))),
         ("sb_packed_bytes", c_int64, (c_int32, c_int32, c_int32)),

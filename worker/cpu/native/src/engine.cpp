@@ -1,6 +1,5 @@
 // Runs recorded programs. A step has two parts: the forward part over all tokens, then for the tokens whose logits count
-// the head part, a few rows at a time, each followed by sampling. One call runs both, unless the host has to look at
-// something between them.
+// the head part, a few rows at a time, each followed by sampling. Parts are handed over one by one and run in that order.
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -11,6 +10,7 @@
 #include "elementwise.h"
 #include "formats.h"
 #include "kv_memory.h"
+#include "launcher.h"
 #include "linear.h"
 #include "pool.h"
 #include "sampler.h"
@@ -38,14 +38,29 @@ class Engine {
     for (int thread = 0; thread < model.threads; ++thread) attentions_.emplace_back(model);
   }
 
-  void run(const Step& step, int parts) {
+  // The number to wait for. The records that `step` points to must live until then.
+  uint32_t enqueue(const Step& step, int part) {
+    return launcher_.enqueue([this, step, part] { run(step, part); });
+  }
+
+  void wait(uint32_t number) { launcher_.wait(number); }
+
+  void linear_only(const Op& op, int tokens) {
+    reserve(1);
+    works_[0].reset(pieces(op, tokens));
+    pool_.run([&](int) { linear(op, tokens, works_[0]); });
+  }
+
+ private:
+  void run(const Step& step, int part) {
     const auto began = std::chrono::steady_clock::now();
-    const int rows = parts & HEAD ? step.samples + step.scores : 0;
+    const int rows = part == HEAD ? step.samples + step.scores : 0;
     const size_t rounds = (rows + model_.head_rows - 1) / model_.head_rows;
     reserve(forward_.size() + 1 + rounds * (head_.size() + 1));
     Work* work = works_.get();
-    if (parts & FORWARD) {
+    if (part == FORWARD) {
       *step.seconds = 0;
+      take_last_tokens(step);
       if (model_.kv) kv_.expect(*std::max_element(step.slots, step.slots + step.tokens) / model_.block_size);
       items_ = attention_items(model_, step);
       work = prepare(work, forward_, step.tokens);
@@ -56,17 +71,22 @@ class Engine {
       work = prepare(work, head_, count);
       (work++)->reset(count);
     }
-    pool_.run([&](int thread) { take_part(step, parts & FORWARD, rows, thread); });
+    pool_.run([&](int thread) { take_part(step, part == FORWARD, rows, thread); });
+    if (part == HEAD) keep_last_tokens(step);
     *step.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
   }
 
-  void linear_only(const Op& op, int tokens) {
-    reserve(1);
-    works_[0].reset(pieces(op, tokens));
-    pool_.run([&](int) { linear(op, tokens, works_[0]); });
+  static void take_last_tokens(const Step& step) {
+    for (int token = 0; token < step.tokens; ++token) {
+      // A row for which nothing was left to sample goes on with any token, until its host knows.
+      if (step.owners[token] >= 0) step.ids[token] = std::max(step.last_tokens[step.owners[token]], 0);
+    }
   }
 
- private:
+  static void keep_last_tokens(const Step& step) {
+    for (int i = 0; i < step.samples; ++i) step.last_tokens[step.sample_rows[i]] = step.sampled[i];
+  }
+
   void reserve(size_t count) {
     if (count <= reserved_) return;
     works_.reset(new Work[count]);
@@ -195,6 +215,7 @@ class Engine {
   std::vector<AttentionItem> items_;
   KVMemory kv_;
   Pool pool_;
+  Launcher launcher_;  // ends first: what it runs needs all of the above
 };
 
 extern "C" {
@@ -205,8 +226,10 @@ Engine* sb_open(const Model* model, const Op* forward, int forward_count, const 
 
 void sb_close(Engine* engine) { delete engine; }
 
-// parts: a sum of FORWARD and HEAD; the head part follows the forward part of the same step.
-void sb_run(Engine* engine, const Step* step, int parts) { engine->run(*step, parts); }
+// part: FORWARD, or HEAD, which follows the forward part of the same step.
+uint32_t sb_enqueue(Engine* engine, const Step* step, int part) { return engine->enqueue(*step, part); }
+
+void sb_wait(Engine* engine, uint32_t number) { engine->wait(number); }
 
 // For tests and benchmarks: one linear map over activations that are quantised already.
 void sb_linear(Engine* engine, const Op* op, int tokens) { engine->linear_only(*op, tokens); }

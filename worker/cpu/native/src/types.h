@@ -96,7 +96,8 @@ struct Step {
   int32_t scores;
   int32_t table_width;
   int32_t num_top;           // alternatives for each scored or sampled token
-  const int32_t* ids;        // [T]
+  int32_t* ids;              // [T]
+  const int32_t* owners;     // [T] batch row whose token of the step before this is, or -1 where ids has it
   const int32_t* positions;  // [T]
   const int32_t* slots;      // [T]
   const int32_t* offsets;    // [A + 1]
@@ -104,6 +105,7 @@ struct Step {
   const int32_t* sources;    // [S + P] flat token whose logits count
   const int32_t* targets;    // [P]
   // Sampling columns, [S].
+  const int32_t* sample_rows;  // batch row
   const uint64_t* seeds;
   const int32_t* sample_positions;
   const float* temperatures;
@@ -120,6 +122,7 @@ struct Step {
   const int32_t* known_ids;
   const int32_t* output_ids;
   const int32_t* output_counts;
+  int32_t* last_tokens;  // of each batch row, what it sampled last; from one step to the next
   // Results.
   uint8_t* token_finite;   // [T]
   uint8_t* logits_finite;  // [S + P]

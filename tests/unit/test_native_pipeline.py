@@ -1,0 +1,159 @@
+"""The native engine behind its host: plans are launched before the results of those before them are known, and no bit
+of an answer depends on it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import worker.pipeline
+from proto.messages import Copy, NewBlocks, SamplingParams, StepPlan, int32
+from tests.support.gguf_files import small_tensors, write_gguf
+from tests.support.plans import Driver, Sequence
+from tests.support.tiny_model import write_served_tiny
+from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
+from tests.support.window import WindowDriver
+from worker.config import WorkerConfig
+from worker.cpu.native.availability import VARIABLE
+from worker.cpu.native.executor import NativeExecutor
+from worker.load import load_runner
+from worker.pipeline import PipelinedRunner
+from worker.runner import Runner
+
+LONG = [3 + 7 * n % 290 for n in range(45)]
+PROMPTS = [[5], LONG[:15], LONG[:16], LONG, [11, 12], [3], LONG[5:30], [290, 4]]
+ANY = tuple(range(0, 300, 3))
+PARAMS = [
+    SamplingParams(logprobs=2),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, eos_ids=ANY),
+    SamplingParams(temperature=1.0, bias_ids=(3,), bias_values=(1.5,), repetition_penalty=1.2, frequency_penalty=0.5),
+    SamplingParams(prompt_logprobs=1, min_tokens=3, eos_ids=tuple(range(0, 300, 2))),
+    SamplingParams(temperature=1.0, allowed_ids=tuple(range(50)), presence_penalty=0.5, bad_ids=((7,), (3, 4))),
+    SamplingParams(eos_ids=tuple(range(300))),
+    SamplingParams(temperature=1.0, logprobs=3, logprobs_as_drawn=True, min_p=0.01),
+    SamplingParams(temperature=0.9, presence_penalty=1.0, repetition_penalty=1.3),
+]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
+    monkeypatch.setenv(VARIABLE, "native")
+    model = write_gguf(tmp_path / "model.gguf", "llama", small_tensors("llama"), dtype="Q4_1")
+    return WorkerConfig(model=model, threads=2, max_rows=4, max_step_tokens=24, kv_cache_memory=2**21)
+
+
+def pipelined(config: WorkerConfig) -> PipelinedRunner:
+    runner = load_runner(config)
+    assert isinstance(runner, PipelinedRunner)
+    return runner
+
+
+def answers(driver: Driver) -> list[Sequence]:
+    """Joins between steps, rows that stop while plans with them are in flight, and rows that are used again."""
+    added = []
+    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        added.append(driver.add(prompt, max_tokens=12, seed=number, params=params))
+        driver.step()
+    driver.run()
+    return added
+
+
+def same(found: list[Sequence], expected: list[Sequence]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one.output, one.reason, one.logprobs) == (other.output, other.reason, other.logprobs)
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_no_bit_depends_on_how_far_the_host_is_ahead(config: WorkerConfig, window: int) -> None:
+    expected = answers(Driver(Runner.load(replace(config, max_rows=9))))
+    assert len({sequence.reason for sequence in expected}) > 1
+    same(answers(WindowDriver(pipelined(config), window=window)), expected)
+
+
+def test_a_preempted_row_goes_on_as_if_it_had_not_been(config: WorkerConfig) -> None:
+    def run(driver: Driver, *, preempts: bool) -> list[Sequence]:
+        added = [driver.add(prompt, max_tokens=20, seed=seed) for seed, prompt in enumerate(PROMPTS[:4])]
+        for _ in range(7):
+            driver.step()
+        if preempts and isinstance(driver, WindowDriver):
+            driver.preempt(added[1])
+        driver.run()
+        return added
+
+    expected = run(Driver(Runner.load(config)), preempts=False)
+    same(run(WindowDriver(pipelined(config), window=3), preempts=True), expected)
+
+
+def test_masks_are_computed_beside_the_forward_pass(tmp_path: Path, config: WorkerConfig) -> None:
+    folder = write_served_tiny(tmp_path / "served", seed=1)
+    config = WorkerConfig(model=folder, threads=1, max_rows=4, max_step_tokens=24, kv_cache_memory=2**18)
+    grammar = SamplingParams(temperature=1.0, eos_ids=(IM_END,), grammar="regex\n[a-f]{3,5}")
+
+    def texts(driver: Driver) -> list[list[int]]:
+        prompt = ids_of("Hello", ",", " world")
+        added = [driver.add(prompt, max_tokens=8, seed=seed, params=grammar) for seed in range(2)]
+        added.append(driver.add(prompt, max_tokens=8, seed=2, params=SamplingParams(temperature=1.0)))
+        driver.run()
+        return [sequence.output for sequence in added]
+
+    expected = texts(Driver(Runner.load(config)))
+    assert texts(WindowDriver(pipelined(config), window=3)) == expected
+    assert all(re.fullmatch("[a-f]{3,5}", tiny_tokenizer().decode(tokens[:-1])) for tokens in expected[:2])
+
+
+def test_blocks_are_copied_once_what_writes_them_is_done(config: WorkerConfig) -> None:
+    runner = pipelined(config)
+    driver = WindowDriver(runner, window=4)
+    row = driver.add(LONG[:16], max_tokens=9)
+    driver.step()
+    source, target = row.blocks[0], driver.free[0]
+    none = int32()
+    new = (NewBlocks(counts=none, ids=none),)
+    runner.launch(
+        StepPlan(
+            leaves=none, joins=(), entries=(Copy(group=0, source=source, target=target),), rows=none, starts=none,
+            counts=none, blocks=new,
+        )
+    )  # fmt: skip
+    blocks = runner.device.cache.blocks  # type: ignore[attr-defined]
+    assert np.isfinite(blocks[:, source]).all()
+    assert np.array_equal(blocks[:, source], blocks[:, target])
+
+
+def test_a_reset_in_flight_and_an_error_between_a_steps_parts_leave_nothing(
+    config: WorkerConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answers(Driver(pipelined(replace(config, max_rows=9))))  # one plan after the other
+    runner = pipelined(config)
+    device = runner.device
+    assert isinstance(device, NativeExecutor)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("planned")
+
+    for _ in range(3):
+        driver = WindowDriver(runner, window=3)
+        driver.add(LONG[:20], max_tokens=9)
+        driver.step()
+        driver.step()
+        assert runner.in_flight
+        driver.add([1, 2], params=PARAMS[4])
+        with monkeypatch.context() as patch:
+            patch.setattr(worker.pipeline, "constraint", fail)
+            with pytest.raises(RuntimeError, match="planned"):
+                driver.step()
+        runner.reset()
+        assert not runner.in_flight
+        same(answers(WindowDriver(runner, window=3)), expected)
+    assert len(device.step.free) <= 6
+
+
+def test_guesses_need_the_tokens_before(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(load_runner(replace(config, speculative_tokens=3)), Runner)
+    monkeypatch.setenv(VARIABLE, "torch")
+    assert isinstance(load_runner(config), Runner)
