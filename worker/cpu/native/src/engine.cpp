@@ -1,5 +1,7 @@
 // Runs recorded programs. A step has two parts: the forward part over all tokens, then for the tokens whose logits count
 // the head part, a few rows at a time, each followed by sampling. Parts are handed over one by one and run in that order.
+#include <sched.h>
+
 #include <algorithm>
 #include <chrono>
 #include <memory>
@@ -23,6 +25,9 @@ namespace {
 constexpr int PIECES = 4;
 // Up to so many tokens, each is a piece of its own; more go by tiles, which lie together in memory (activations.h).
 constexpr int SINGLE_TOKENS = 8;
+// Up to so many tokens, operations take microseconds, and helpers offer their cores between them. Where the kernel takes
+// a core in the middle of a piece instead, for one of the processes that carry the tokens on, all threads wait for that.
+constexpr int POLITE_TOKENS = 8;
 
 }  // namespace
 
@@ -140,6 +145,7 @@ class Engine {
     const auto play = [&](const std::vector<Op>& ops, int tokens, const int32_t* sources) {
       for (const Op& op : ops) {
         if (op.flags & WAIT) settle();
+        if (thread != 0 && op.kind == LINEAR && tokens <= POLITE_TOKENS) sched_yield();
         execute(op, step, tokens, sources, *work++, thread);
       }
       settle();
