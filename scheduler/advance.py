@@ -26,8 +26,7 @@ def advance(state: SchedulerState, events: Seq[Event], now: float) -> Actions:
     check_deadlines(state, now)
     end_unservable(state, now)
     actions.plans += remind(state, now)
-    while plans := plan_all(state, now):  # until all windows are full, or nothing is left to do
-        actions.plans += plans
+    actions.plans += plan_all(state, now)
     actions.frames += frames(state)
     if beat_due(state, now):
         actions.plans += prove(state, now)

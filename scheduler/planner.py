@@ -27,7 +27,7 @@ MIN_CHUNK = 8  # no target makes a prefill chunk shorter
 
 
 def plan_all(state: SchedulerState, now: float) -> list[Outgoing[SchedulerToWorker]]:
-    """One plan for every worker with a free place in its window and something to do.
+    """One plan for every worker with a free place in its window and something to do; more where all its rows decode.
 
     Running rows are planned for all workers before any waiting sequence is admitted, so that admission sees
     what is left on each.
@@ -37,8 +37,22 @@ def plan_all(state: SchedulerState, now: float) -> list[Outgoing[SchedulerToWork
     for builder in builders:
         builder.extend_running()
     admit_waiting(state, builders)
-    plans = (builder.build() for builder in builders)
-    return [plan for plan in plans if plan is not None]
+    plans = [plan for builder in builders if (plan := builder.build()) is not None]
+    for builder in builders:
+        plans += _fill_window(state, builder.worker, now)
+    return plans
+
+
+def _fill_window(state: SchedulerState, worker: Worker, now: float) -> list[Outgoing[SchedulerToWorker]]:
+    """Further plans behind one in which all rows decode, as long as they are like it. Behind prompts a place stays
+    free for the next event: what comes with it shares a step then."""
+    plans = []
+    while worker.open and worker.flights and len(worker.flights[-1].rows) == worker.flights[-1].tokens:
+        builder = PlanBuilder(state, worker, now)
+        if not builder.extend_steady() or (plan := builder.build()) is None:
+            break
+        plans.append(plan)
+    return plans
 
 
 class PlanBuilder:
@@ -77,7 +91,7 @@ class PlanBuilder:
 
     def extend_running(self) -> None:
         """Decodes first, for they cost one token each; then prefills share what is left of the budget."""
-        if self._extend_steady():
+        if self.extend_steady():
             return
         pending = self.worker.batch.pending()
         decodes = np.flatnonzero(pending == 1)
@@ -138,7 +152,7 @@ class PlanBuilder:
 
     # --- the steady step ------------------------------------------------------------------------------------------
 
-    def _extend_steady(self) -> bool:
+    def extend_steady(self) -> bool:
         """Schedule all rows at once, if the worker's last plan was like that and nothing has changed since."""
         steady, batch = self.worker.steady, self.worker.batch
         if steady is None or steady.until_limit < 2 or len(steady.rows) > self.budget:
