@@ -6,9 +6,13 @@ from functools import partial
 
 import pytest
 
+from proto.messages import StepResult
 from services.bench.faults.world import World
 from tests.sim.test_hanging import CONFIG, PROMPT, assert_undisturbed
+from tests.sim.test_machine import WORKER, ManualWorld
 from tests.sim.test_sharing import sequence
+
+LINK = ("in", "w0")
 
 
 @pytest.mark.parametrize(("seconds", "ahead"), [(0.02, 2), (0.3, 1)])
@@ -28,3 +32,27 @@ def test_nothing_waits_behind_a_long_step(seconds: float, ahead: int) -> None:
     world.run(look, limit=100)
     assert max(most) == ahead
     assert_undisturbed(world, [stream])
+
+
+def flights(world: ManualWorld) -> list[int]:
+    """Positions that each plan in flight computes."""
+    return [flight.tokens for flight in world.state.workers["w0"].flights]
+
+
+def test_two_results_at_once_make_room_for_two_plans() -> None:
+    world = ManualWorld()
+    world.add_worker("w0", **WORKER)
+    frontend, stream = world.add_frontend("f0"), sequence(1, PROMPT, output=30)
+    world.at(0.5, partial(frontend.submit, stream))
+    while len(stream.outputs) < 3:
+        world.let_all_through()
+        world.step()
+    while sum(isinstance(message, StepResult) for message, _ in world.links[LINK]) < 2:
+        for link in world.busy:
+            if link != LINK:
+                world.let_through(link, len(world.links[link]))
+        world.step()
+    assert flights(world) == [1, 1]
+    world.let_all_through()
+    world.step()
+    assert flights(world) == [1, 1]
