@@ -76,7 +76,7 @@ class Pipeline(PlanRunner, Protocol):
 
     def collect(self) -> list[StepResult]: ...
 
-    def watch_results(self, wake: Callable[[], None]) -> None: ...
+    def watch_results(self, wake: Callable[[], None], clock: Callable[[], float]) -> None: ...
 
     def idle(self) -> bool: ...
 
@@ -101,13 +101,12 @@ class WorkerService:
         self.poller.register(self.grammars.fd, zmq.POLLIN)
         self.results: Mailbox[None] = Mailbox()  # woken when launched plans may be done
         self.poller.register(self.results.fd, zmq.POLLIN)
-        self.launched: deque[tuple[Header, float]] = deque()  # plans in flight, with the time of their launch
+        self.launched: deque[Header] = deque()  # of plans in flight
         self.epoch: Header | None = None  # session, link and epoch that plans must carry
         self.last_plan = 0
         self.kept: Kept | None = None  # what the KV memory holds from before this epoch, until its first plan
         self.compiling: dict[int, float] = {}  # sequence whose grammar is not ready -> until when it may take
         self.pipeline: Pipeline | None = None
-        self.last_end = 0.0  # when the last launched plan ended
         self.ledger_due: float | None = None  # when the scheduler is to be told what an idle worker holds
         self.idles = True  # work may be left that waits for an idle moment
         self.refused = ""  # why the scheduler does not want this worker
@@ -117,7 +116,7 @@ class WorkerService:
         self.runner = runner
         self.pipeline = runner if isinstance(runner, Pipeline) else None
         if self.pipeline is not None:
-            self.pipeline.watch_results(lambda: self.results.put(None))
+            self.pipeline.watch_results(lambda: self.results.put(None), time.perf_counter)
         runner.watch_grammars(lambda: self.grammars.put(None))
         self.control.offer(runner.hello(name))
 
@@ -201,10 +200,10 @@ class WorkerService:
         self.kept = None
         until = time.monotonic() + GRAMMAR_SECONDS
         self.compiling |= {join.sequence: until for join in plan.joins if join.params.grammar}
-        started = time.perf_counter()
         if self.pipeline is not None:
-            self._launch(self.pipeline, header, plan, started)
+            self._launch(self.pipeline, header, plan)
             return
+        started = time.perf_counter()
         try:
             result = self.runner.execute(plan)
             answer = encode(header, replace(result, seconds=time.perf_counter() - started))
@@ -221,7 +220,7 @@ class WorkerService:
         self.plans.send(answer)
         self._tell(header.number, Phase.IDLE)
 
-    def _launch(self, pipeline: Pipeline, header: Header, plan: StepPlan, started: float) -> None:
+    def _launch(self, pipeline: Pipeline, header: Header, plan: StepPlan) -> None:
         try:
             pipeline.launch(plan)
         except PlanError as error:
@@ -233,15 +232,15 @@ class WorkerService:
             log.exception("plan failed", plan=header.number)
             self._fault(f"plan {header.number}: {type(error).__name__}: {error}", executing=True)
             return
-        self.launched.append((header, started))
+        self.launched.append(header)
         self._deliver()
 
     def _deliver(self) -> None:
-        """Sends the results of launched plans that are done. A step's time begins when the one before it ended."""
+        """Sends the results of launched plans that are done."""
         self.results.take()
         if self.pipeline is None or not self.launched:
             return
-        number = self.launched[0][0].number
+        number = self.launched[0].number
         try:
             results = self.pipeline.collect()
         except RanksLost as error:
@@ -252,10 +251,7 @@ class WorkerService:
             return
         self._tell_grammars()
         for result in results:
-            header, started = self.launched.popleft()
-            ended = time.perf_counter()
-            seconds, self.last_end = ended - max(started, self.last_end), ended
-            self.plans.send(encode(header, replace(result, seconds=seconds)))
+            self.plans.send(encode(self.launched.popleft(), result))
         if results and not self.launched:
             self._tell(self.last_plan, Phase.IDLE)
 

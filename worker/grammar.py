@@ -159,6 +159,7 @@ class GrammarRows:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self.rows: dict[int, RowGrammar] = {}
+        self._begun: dict[int, RowGrammar] = {}  # of sequences whose rows are still to begin
         self.wake: Callable[[], None] = lambda: None
         self._compiler = compiler
         self._reports: deque[Report] = deque()
@@ -168,13 +169,20 @@ class GrammarRows:
         self._masks: Future[None] | None = None
         self._taken: list[tuple[RowGrammar, int]] = []  # sampled tokens that no mask was computed for yet
 
-    def join(self, join: Join) -> None:
-        """A row begins; its grammar, if it has one, is compiled in the background."""
-        self.rows.pop(join.row, None)
+    def begin(self, join: Join) -> None:
+        """A row will begin; its grammar, if it has one, is compiled in the background."""
         if join.params.grammar:
-            grammar = self.rows[join.row] = RowGrammar(join, self._compiler.num_words)
+            grammar = self._begun[join.sequence] = RowGrammar(join, self._compiler.num_words)
             self._compiling = self._compiling or _all_threads(COMPILERS)
             grammar.compiled = self._compiling.submit(self._begin, grammar, self._reports)
+
+    def join(self, join: Join) -> None:
+        """A row begins, of which `begin` need not have been told."""
+        self.rows.pop(join.row, None)
+        if join.params.grammar:
+            if join.sequence not in self._begun:
+                self.begin(join)
+            self.rows[join.row] = self._begun.pop(join.sequence)
 
     def drop(self, row: int) -> None:
         """The row has stopped or left."""
@@ -208,7 +216,7 @@ class GrammarRows:
 
     def fail(self, sequence: int, why: str) -> None:
         """Give up the grammar of this sequence, if it has not begun; what its compilation still brings is dropped."""
-        for grammar in self.rows.values():
+        for grammar in (*self.rows.values(), *self._begun.values()):
             if grammar.sequence == sequence and not grammar.failed:
                 grammar.failed = True
                 self._tell(self._reports, GrammarFailed(sequence=sequence, message=f"the grammar failed: {why}"))
@@ -216,6 +224,7 @@ class GrammarRows:
     def reset(self) -> None:
         """The batch is empty; reports on what it held are dropped."""
         self.rows.clear()
+        self._begun.clear()
         self._taken = []
         self._reports = deque()
 

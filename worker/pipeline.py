@@ -83,13 +83,15 @@ class PipelinedExecutor(Device, Protocol):
 
 @dataclass(kw_only=True)
 class Pending:
-    """A launched plan. launched: indices of its rows that are computed. applied: `batch` has its deltas."""
+    """A launched plan, at `began`. launched: indices of its rows that are computed. ended: when they were, once they
+    are. applied: `batch` has its deltas."""
 
     plan: StepPlan
+    began: float
     launched: Int32
     inputs: RowInputs | None = None
     ticket: Ticket | None = None
-    arrived: Future[None] | None = None
+    ended: Future[float] | None = None
     applied: bool = False
     freed: FreedLog = field(default_factory=FreedLog)
 
@@ -111,15 +113,18 @@ class PipelinedRunner(BaseRunner):
         self._done: list[StepResult] = []
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="results")
         self._wake: Callable[[], None] = lambda: None
+        self._clock: Callable[[], float] = lambda: 0.0
+        self._last_end = 0.0
 
     @property
     def in_flight(self) -> int:
         """Plans whose results were not collected."""
         return len(self._pending) + len(self._done)
 
-    def watch_results(self, wake: Callable[[], None]) -> None:
-        """From now on `wake` is called, on any thread, when `collect` may have something."""
-        self._wake = wake
+    def watch_results(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
+        """From now on `wake` is called, on any thread, when `collect` may have something, and results have their
+        seconds by `clock`: a step's time begins when the one before it has ended."""
+        self._wake, self._clock = wake, clock
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launches the plan, and waits for its result. Nothing else may be in flight."""
@@ -132,7 +137,7 @@ class PipelinedRunner(BaseRunner):
     def launch(self, plan: StepPlan) -> None:
         """Enqueues one plan. PlanError: the plan does not fit, and nothing was changed. After any other error the
         batch must be reset."""
-        issued = self.issued
+        began, issued = self._clock(), self.issued
         check_plan(
             plan,
             issued,
@@ -143,19 +148,21 @@ class PipelinedRunner(BaseRunner):
         self.copy(plan)
         apply_deltas(plan, issued, FreedLog())
         self.pipeline.join(plan.joins)
-        pending = Pending(plan=plan, launched=int32(np.flatnonzero(~issued.stopped[plan.rows])))
+        for join in plan.joins:
+            self.batch.grammars.begin(join)
+        pending = Pending(plan=plan, began=began, launched=int32(np.flatnonzero(~issued.stopped[plan.rows])))
         self._pending.append(pending)
         if len(pending.launched):
             self._enqueue(pending)
             assert pending.ticket is not None
-            pending.arrived = self._waiting.submit(pending.ticket.wait)
-            pending.arrived.add_done_callback(lambda _: self._wake())
+            pending.ended = self._waiting.submit(self._end_of, pending.ticket)
+            pending.ended.add_done_callback(lambda _: self._wake())
         else:
             self._wake()
 
     def collect(self) -> list[StepResult]:
         """Results that are there, in the order of their plans."""
-        while self._pending and ((future := self._pending[0].arrived) is None or future.done()):
+        while self._pending and ((future := self._pending[0].ended) is None or future.done()):
             self._retire()
         done, self._done = self._done, []
         return done
@@ -167,8 +174,8 @@ class PipelinedRunner(BaseRunner):
         return super().kept()
 
     def reset(self) -> None:
-        """Empties the batch, for a new epoch, once the device is done; results of plans in flight are dropped."""
-        futures.wait([pending.arrived for pending in self._pending if pending.arrived is not None])
+        """Empties the batch, for a new epoch, once the plans in flight are done, whose results are dropped."""
+        futures.wait([pending.ended for pending in self._pending if pending.ended is not None])
         super().reset()
         self.issued.reset()
         self._pending.clear()
@@ -229,26 +236,41 @@ class PipelinedRunner(BaseRunner):
             apply_deltas(pending.plan, self.batch, pending.freed)
             pending.applied = True
 
+    def _end_of(self, ticket: Ticket) -> float:
+        ticket.wait()
+        return self._clock()
+
     def _retire(self) -> None:
         """Applies the oldest plan and its outputs to `batch`."""
         pending = self._pending[0]
         outputs = None if pending.ticket is None else pending.ticket.outputs()
+        ended = pending.began if pending.ended is None else pending.ended.result()
         self._pending.popleft()
         self._apply_plan(pending)
-        plan, batch = pending.plan, self.batch
+        result = self._result(pending, outputs)
+        # Whoever waits may be told late, of two steps at once.
+        seconds = max(ended - max(pending.began, self._last_end), result.kernel_seconds)
+        self._last_end = max(ended, self._last_end)
+        self._done.append(dataclasses.replace(result, seconds=seconds))
+        for row in pending.plan.rows[self.batch.stopped[pending.plan.rows]]:
+            if self.issued.sequence[row] == self.batch.sequence[row] and not self.issued.stopped[row]:
+                self.issued.stop(int(row))
+
+    def _result(self, pending: Pending, outputs: StepOutputs | None) -> StepResult:
+        plan, batch, inputs = pending.plan, self.batch, pending.inputs
         going = ~batch.stopped[plan.rows]
-        if outputs is None or pending.inputs is None or not going.any():
-            self._done.append(empty_result(plan, pending.freed, self.weights_version))
-            return
-        inputs = pending.inputs
+        if outputs is None or inputs is None:
+            return empty_result(plan, pending.freed, self.weights_version)
         keep = going[pending.launched]
+        if not keep.any():
+            result = empty_result(plan, pending.freed, self.weights_version)
+            return dataclasses.replace(
+                result, kernel_seconds=outputs.kernel_seconds, limit_seconds=outputs.limit_seconds
+            )
         if not keep.all():
             inputs, outputs = keep_rows(inputs, outputs, keep)
         active = int32(np.flatnonzero(going))
-        self._done.append(apply_outputs(plan, batch, active, inputs, outputs, pending.freed, self.weights_version))
-        for row in plan.rows[batch.stopped[plan.rows]]:
-            if self.issued.sequence[row] == batch.sequence[row] and not self.issued.stopped[row]:
-                self.issued.stop(int(row))
+        return apply_outputs(plan, batch, active, inputs, outputs, pending.freed, self.weights_version)
 
 
 def keep_rows(inputs: RowInputs, outputs: StepOutputs, keep: NDArray[np.bool_]) -> tuple[RowInputs, StepOutputs]:
@@ -262,7 +284,8 @@ def keep_rows(inputs: RowInputs, outputs: StepOutputs, keep: NDArray[np.bool_]) 
         sample=_keep_samples(inputs.sample, sampled, numbers),
         score=_keep_scores(inputs.score, scored, numbers),
     )
-    return left, StepOutputs(
+    return left, dataclasses.replace(
+        outputs,
         finite=outputs.finite[keep],
         tokens=outputs.tokens[sampled],
         sampled=_keep_values(outputs.sampled, sampled),

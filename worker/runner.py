@@ -10,12 +10,11 @@ import numpy as np
 from proto.messages import Copy, Int32, Kept, KVGroup, Ledger, StepPlan, StepResult, WorkerHello, int32
 from worker.batch import Batch
 from worker.config import WorkerConfig
-from worker.cpu.native.choice import load_executor
 from worker.drafts import propose
 from worker.executor import Device, Executor, StepOutputs
 from worker.grammar import GrammarCompiler, GrammarRows, Report
 from worker.inputs import StepInputs, build_inputs
-from worker.loader.model import ModelFiles, open_model
+from worker.loader.model import ModelFiles
 from worker.plan_check import check_plan
 from worker.results import FreedLog, apply_outputs, empty_result
 from worker.sampling import rules_of
@@ -117,12 +116,6 @@ class Runner(BaseRunner):
         super().__init__(config, files, executor)
         self.executor = executor
         self.max_drafts = config.speculative_tokens
-
-    @classmethod
-    def load(cls, config: WorkerConfig) -> Runner:
-        """Opens the model and its device; ModelError or ConfigError says in one line what is wrong."""
-        files = open_model(config.model)
-        return cls(config, files, load_executor(config, files))
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Applies and computes one plan; `seconds` of the result is left to the caller, who has a clock.

@@ -28,6 +28,7 @@ from tests.cuda.recording import Recording
 from tests.support.checkpoints import tiny_config, tiny_tensors, write_small_files
 from tests.support.fp8_checkpoints import FORMS, MODEL, Form, write_fp8
 from tests.support.plans import Driver, Sequence
+from tests.support.runners import serial_runner
 from tests.support.window import WindowDriver
 from worker.config import WorkerConfig
 from worker.cuda.backend import DirectBackend
@@ -47,7 +48,7 @@ PARAMS = SamplingParams(logprobs=2, prompt_logprobs=1)
 
 def runner(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     monkeypatch.setenv("SIGNALBOX_CPU_ENGINE", "torch")
-    return Runner.load(
+    return serial_runner(
         WorkerConfig(model=folder, threads=1, max_rows=4, max_step_tokens=24, kv_cache_memory=2**21)
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from proto.messages import SamplingParams
 from tests.cuda.engines import pipelined, torch_runner
 from tests.cuda.recording import Recording
 from tests.support.plans import Driver, Sequence
+from tests.support.runners import serial_runner
 from tests.support.tiny_model import write_served_tiny
 from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
 from tests.support.window import ROOT, WindowDriver
@@ -24,7 +25,6 @@ from worker.cuda.buckets import Bucket, Buckets, sizes
 from worker.cuda.engine import SamplerKey
 from worker.cuda.graphs import GraphSet
 from worker.pipeline import Deltas
-from worker.runner import Runner
 
 pytestmark = pytest.mark.triton
 MODEL: dict[str, Any] = {"num_hidden_layers": 1, "num_key_value_heads": 1, "num_attention_heads": 2}
@@ -199,7 +199,7 @@ def test_masks_arrive_between_forward_and_sampling(tmp_path: Path, monkeypatch: 
     """Rows with a grammar beside one without, three plans in flight: the CPU engine's tokens."""
     monkeypatch.setenv("SIGNALBOX_CPU_ENGINE", "torch")
     folder = write_served_tiny(tmp_path / "served", seed=1)
-    made = Runner.load(WorkerConfig(model=folder, threads=1, max_rows=4, max_step_tokens=24, kv_cache_memory=2**18))
+    made = serial_runner(WorkerConfig(model=folder, threads=1, max_rows=4, max_step_tokens=24, kv_cache_memory=2**18))
     grammar = SamplingParams(temperature=1.0, eos_ids=(IM_END,), grammar="regex\n[a-f]{3,5}")
 
     def texts(driver: Driver) -> list[list[int]]:

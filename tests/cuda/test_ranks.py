@@ -17,6 +17,7 @@ from tests.cuda.recording import OUTSIDE, Recording
 from tests.cuda.test_graphs import PARAMS as SOME
 from tests.cuda.test_graphs import PROMPTS
 from tests.support.plans import Driver, Sequence
+from tests.support.runners import serial_runner
 from tests.support.window import WindowDriver
 from tests.unit.test_parallel import checkpoint
 from worker.config import WorkerConfig
@@ -28,7 +29,6 @@ from worker.errors import ConfigError, RanksLost
 from worker.loader.model import open_model
 from worker.parallel.meeting import Place
 from worker.pipeline import PipelinedRunner
-from worker.runner import Runner
 
 pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
 LAYERS = 2
@@ -45,7 +45,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The CPU engine, which gives the tokens of one rank of the GPU engine (test_graphs.py)."""
     monkeypatch.setenv("SIGNALBOX_CPU_ENGINE", "torch")
     settings: dict[str, Any] = {"device": "cpu", "threads": 1, "max_rows": 8, "kv_cache_memory": 2**18}
-    return lambda folder: Runner.load(config_of(folder, 1, **settings))
+    return lambda folder: serial_runner(config_of(folder, 1, **settings))
 
 
 def answers(driver: Driver) -> list[Sequence]:

@@ -15,7 +15,7 @@ IGNORE_END = SamplingParams()
 
 def finish_oldest(runner: PipelinedRunner) -> list[object]:
     """Waits for the oldest plan in flight, and takes what is there."""
-    arrived = runner._pending[0].arrived
+    arrived = runner._pending[0].ended
     if arrived is not None:  # a plan that computes nothing has no results to wait for
         arrived.result()
     return list(runner.collect())

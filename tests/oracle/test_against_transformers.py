@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from proto.messages import SamplingParams
 from tests.support.oracle import Comparison, compare
 from tests.support.plans import Driver
+from tests.support.runners import serial_runner
 from worker.config import WorkerConfig
 from worker.loader.tensors import dequantize
 from worker.runner import Runner
@@ -48,7 +49,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def runner(default_model_path: Path) -> Runner:
-    return Runner.load(WorkerConfig(model=default_model_path, dtype="float32", threads=1, kv_cache_memory=2**29))
+    return serial_runner(WorkerConfig(model=default_model_path, dtype="float32", threads=1, kv_cache_memory=2**29))
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from proto.messages import FinishReason, SamplingParams
 from tests.support.checkpoints import TOKENIZER
 from tests.support.oracle import compare
 from tests.support.plans import Driver
+from tests.support.runners import serial_runner
 from worker.config import WorkerConfig
-from worker.runner import Runner
 
 SIZES: dict[str, Any] = {
     "vocab_size": 320,
@@ -73,7 +73,7 @@ def run(folder: Path, *, max_step_tokens: int, num_tokens: int, block_size: int 
     config = WorkerConfig(
         model=folder, threads=1, kv_cache_memory=2**23, max_step_tokens=max_step_tokens, block_size=block_size
     )
-    driver = Driver(Runner.load(config))
+    driver = Driver(serial_runner(config))
     rng = random.Random(11)
     params = SamplingParams(logprobs=2, prompt_logprobs=1)
     for length in PROMPTS:

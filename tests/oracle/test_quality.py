@@ -10,10 +10,10 @@ from tokenizers import Tokenizer
 
 from proto.messages import SamplingParams
 from tests.support.plans import Driver
+from tests.support.runners import serial_runner
 from tests.support.stored_as import stored_as
 from worker.config import WorkerConfig
 from worker.cpu.native.availability import VARIABLE
-from worker.runner import Runner
 
 PIECES, LENGTH = 4, 1026  # of the text; what stands at the first position of a piece has no likelihood
 LIMIT = 0.005
@@ -33,7 +33,7 @@ def test_a_stored_format_keeps_the_likelihood(
 
 
 def _mean(model: Path, dtype: str, text: Path) -> float:
-    runner = Runner.load(WorkerConfig(model=model, dtype=dtype, threads=2, kv_cache_memory=256 * 2**20))
+    runner = serial_runner(WorkerConfig(model=model, dtype=dtype, threads=2, kv_cache_memory=256 * 2**20))
     ids = Tokenizer.from_file(str(runner.files.tokenizer_file)).encode(text.read_text(encoding="utf-8")).ids
     assert len(ids) >= PIECES * LENGTH
     driver, params = Driver(runner), SamplingParams(prompt_logprobs=0)

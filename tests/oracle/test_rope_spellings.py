@@ -15,9 +15,9 @@ from proto.messages import SamplingParams
 from tests.support.checkpoints import write_tiny
 from tests.support.oracle import compare
 from tests.support.plans import Driver, Sequence
+from tests.support.runners import serial_runner
 from worker.config import WorkerConfig
 from worker.loader.errors import ModelError
-from worker.runner import Runner
 
 THETA = 100000.0
 LLAMA3 = {
@@ -58,7 +58,7 @@ def scored(folder: Path, rope: dict[str, Any]) -> Sequence:
     for key in ("rope_theta", "rope_scaling", "rope_parameters"):
         config.pop(key, None)
     file.write_text(json.dumps(config | rope))
-    runner = Runner.load(WorkerConfig(model=folder, threads=1, kv_cache_memory=2**21, max_step_tokens=256))
+    runner = serial_runner(WorkerConfig(model=folder, threads=1, kv_cache_memory=2**21, max_step_tokens=256))
     driver = Driver(runner)
     rng = random.Random(4)
     sequence = driver.add(

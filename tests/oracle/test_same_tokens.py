@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from proto.messages import SamplingParams
-from tests.support.runners import SmallPool, tiny_runner
+from tests.support.runners import SmallPool, serial_runner, tiny_runner
 from tests.support.stable_prompts import LEAST_GAP, StablePrompt, stable_prompts
 from tests.support.variants import CHUNK, Request, alone, together
 from worker.config import WorkerConfig
@@ -30,7 +30,9 @@ SAMPLINGS = (
 @pytest.fixture(scope="module")
 def real(default_model_path: Path) -> Runner:
     """SmolLM2-135M-Instruct in float32 with room for 4,096 tokens."""
-    return Runner.load(WorkerConfig(model=default_model_path, dtype="float32", threads=1, kv_cache_memory=192 * 2**20))
+    return serial_runner(
+        WorkerConfig(model=default_model_path, dtype="float32", threads=1, kv_cache_memory=192 * 2**20)
+    )
 
 
 @pytest.fixture(scope="module", params=[96, pytest.param(49152, marks=pytest.mark.slow)])

@@ -14,10 +14,10 @@ from services.frontend.chat import ChatTemplate
 from services.frontend.tokenizer import Tokenizer
 from services.models import store
 from tests.support.plans import Driver, Sequence
+from tests.support.runners import serial_runner
 from tests.support.stable_prompts import LEAST_GAP, StablePrompt, write_stable_prompts
 from worker.config import WorkerConfig
 from worker.loader.model import ModelFiles
-from worker.runner import Runner
 
 MODEL = "smollm2-135m-instruct"
 ROUNDS = 12
@@ -83,7 +83,7 @@ PREFIXES = ("", "Summarise this text.\n\n{}", "Go on with this text:\n\n{}", "{}
 
 def main() -> None:
     """Fill every place, or say which stayed empty."""
-    runner = Runner.load(
+    runner = serial_runner(
         WorkerConfig(model=Path(store.resolve(MODEL)), dtype="float32", kv_cache_memory=192 * 2**20, threads=1)
     )
     candidates = Candidates(runner.files)

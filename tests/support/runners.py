@@ -12,14 +12,22 @@ import torch
 from proto.messages import GrammarFailed, GrammarReady, Ledger, StepPlan, StepResult, WorkerHello
 from tests.support.checkpoints import write_tiny
 from worker.config import WorkerConfig
+from worker.cpu.native.choice import load_executor
+from worker.loader.model import open_model
 from worker.runner import Runner
+
+
+def serial_runner(config: WorkerConfig) -> Runner:
+    """One plan after the other on a CPU, whatever worker.load would take."""
+    files = open_model(config.model)
+    return Runner(config, files, load_executor(config, files))
 
 
 def tiny_runner(folder: Path, *, flat: bool = False, model: dict[str, Any] | None = None, **settings: Any) -> Runner:
     """A Runner on a checkpoint of two small layers; 64 blocks of 16 unless kv_cache_memory says otherwise."""
     write_tiny(folder, flat=flat, **(model or {}))
     defaults: dict[str, Any] = {"threads": 1, "max_rows": 8, "max_step_tokens": 64, "kv_cache_memory": 64 * 16 * 256}
-    return Runner.load(WorkerConfig(model=folder, **(defaults | settings)))
+    return serial_runner(WorkerConfig(model=folder, **(defaults | settings)))
 
 
 @dataclass

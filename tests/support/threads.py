@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import zmq
@@ -154,7 +155,7 @@ class SimPipeline(SimRunner):
 
     def __init__(self, **options: int) -> None:
         super().__init__(**options)
-        self.flying: deque[StepPlan] = deque()
+        self.flying: deque[tuple[StepPlan, float]] = deque()
         self.done: list[StepResult] = []
         self.idled = 0
         self.launches = threading.Semaphore(0)
@@ -167,20 +168,21 @@ class SimPipeline(SimRunner):
     def launch(self, plan: StepPlan) -> None:
         if self.errors:
             raise self.errors.pop(0)
-        self.flying.append(plan)
+        self.flying.append((plan, self.clock()))
         self.launches.release()
 
     def finish(self) -> None:
         """As the thread that waits for a device would: one more plan is done."""
-        self.done.append(super().execute(self.flying.popleft()))
+        plan, began = self.flying.popleft()
+        self.done.append(replace(super().execute(plan), seconds=self.clock() - began))
         self.wake_results()
 
     def collect(self) -> list[StepResult]:
         done, self.done = self.done, []
         return done
 
-    def watch_results(self, wake: Callable[[], None]) -> None:
-        self.wake_results = wake
+    def watch_results(self, wake: Callable[[], None], clock: Callable[[], float]) -> None:
+        self.wake_results, self.clock = wake, clock
 
     def idle(self) -> bool:
         self.idled += 1

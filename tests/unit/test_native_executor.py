@@ -19,6 +19,7 @@ from tests.support import gguf_files
 from tests.support.checkpoints import write_small_files
 from tests.support.gguf_files import small_tensors, write_gguf
 from tests.support.plans import Driver, Sequence
+from tests.support.runners import serial_runner
 from worker.config import WorkerConfig
 from worker.cpu.native import build
 from worker.cpu.native import weights as packing
@@ -78,7 +79,7 @@ def checkpoint(folder: Path, name: str, **changes: Any) -> Path:
 def load(engine: str, model: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Runner:
     monkeypatch.setenv(VARIABLE, engine)
     defaults: dict[str, Any] = {"threads": 1, "max_rows": 8, "max_step_tokens": 256, "kv_cache_memory": 2**21}
-    return Runner.load(WorkerConfig(model=model, **(defaults | settings)))
+    return serial_runner(WorkerConfig(model=model, **(defaults | settings)))
 
 
 def everything(runner: Runner, *, budget: int | None = None, params: SamplingParams | None = None) -> list[Sequence]:
@@ -345,7 +346,7 @@ def test_a_worker_starts_without_torch(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom pathlib import Path\nfrom worker.config import WorkerConfig\n"
         "from worker.runner import Runner\n"
-        f"Runner.load(WorkerConfig(model=Path({str(model)!r}), threads=1, kv_cache_memory=2**20))\n"
+        f"serial_runner(WorkerConfig(model=Path({str(model)!r}), threads=1, kv_cache_memory=2**20))\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,6 +4,8 @@ of an answer depends on it."""
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +14,17 @@ import numpy as np
 import pytest
 
 import worker.pipeline
-from proto.messages import Copy, NewBlocks, SamplingParams, StepPlan, int32
+from proto.messages import Copy, NewBlocks, SamplingParams, StepPlan, StepResult, int32
 from tests.support.gguf_files import small_tensors, write_gguf
 from tests.support.plans import Driver, Sequence
+from tests.support.runners import serial_runner
 from tests.support.tiny_model import write_served_tiny
 from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
-from tests.support.window import WindowDriver
+from tests.support.window import Flying, WindowDriver
 from worker.config import WorkerConfig
 from worker.cpu.native.availability import VARIABLE
 from worker.cpu.native.executor import NativeExecutor
+from worker.cpu.native.limits import Limits
 from worker.load import load_runner
 from worker.pipeline import PipelinedRunner
 from worker.runner import Runner
@@ -70,9 +74,36 @@ def same(found: list[Sequence], expected: list[Sequence]) -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 3, 5])
 def test_no_bit_depends_on_how_far_the_host_is_ahead(config: WorkerConfig, window: int) -> None:
-    expected = answers(Driver(Runner.load(replace(config, max_rows=9))))
+    expected = answers(Driver(serial_runner(replace(config, max_rows=9))))
     assert len({sequence.reason for sequence in expected}) > 1
     same(answers(WindowDriver(pipelined(config), window=window)), expected)
+
+
+def test_every_step_tells_its_time_and_its_parts(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that is read when a plan is launched and when its step ends; some rows stop while others fly."""
+    runner = pipelined(config)
+    device = runner.device
+    assert isinstance(device, NativeExecutor)
+    device.use_limits(Limits(threads=2, bandwidth=1e9, multiply_rate=1e9, byte_rate=1e9))
+    runner.watch_results(lambda: None, time.perf_counter)
+    results: list[StepResult] = []
+    monkeypatch.setattr(WindowDriver, "_use", recording(results, WindowDriver._use))
+    answers(WindowDriver(runner, window=3))
+    computed = [result for result in results if result.kernel_seconds]
+    assert len(computed) > len(PROMPTS)
+    assert any((result.counts == 0).any() for result in computed)
+    for result in results:
+        assert (result.kernel_seconds > 0) == (result.limit_seconds > 0)
+        assert result.seconds >= result.kernel_seconds
+
+
+def recording(results: list[StepResult], use: Callable[..., None]) -> Callable[..., None]:
+    def record(driver: WindowDriver, flying: Flying, result: StepResult) -> None:
+        results.append(result)
+        assert (result.kernel_seconds > 0) == (len(flying.plan.rows) > 0)
+        use(driver, flying, result)
+
+    return record
 
 
 def test_a_preempted_row_goes_on_as_if_it_had_not_been(config: WorkerConfig) -> None:
@@ -85,7 +116,7 @@ def test_a_preempted_row_goes_on_as_if_it_had_not_been(config: WorkerConfig) -> 
         driver.run()
         return added
 
-    expected = run(Driver(Runner.load(config)), preempts=False)
+    expected = run(Driver(serial_runner(config)), preempts=False)
     same(run(WindowDriver(pipelined(config), window=3), preempts=True), expected)
 
 
@@ -101,7 +132,7 @@ def test_masks_are_computed_beside_the_forward_pass(tmp_path: Path, config: Work
         driver.run()
         return [sequence.output for sequence in added]
 
-    expected = texts(Driver(Runner.load(config)))
+    expected = texts(Driver(serial_runner(config)))
     assert texts(WindowDriver(pipelined(config), window=3)) == expected
     assert all(re.fullmatch("[a-f]{3,5}", tiny_tokenizer().decode(tokens[:-1])) for tokens in expected[:2])
 

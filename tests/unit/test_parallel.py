@@ -16,6 +16,7 @@ from proto.messages import SamplingParams, int32
 from tests.support.checkpoints import tiny_config, write_small_files, write_tiny
 from tests.support.plans import Driver, Sequence
 from tests.support.ranks import group
+from tests.support.runners import serial_runner
 from worker.config import WorkerConfig
 from worker.errors import ConfigError, RanksLost
 from worker.loader.config import parse_config
@@ -88,7 +89,7 @@ def answers(runner: Runner) -> list[Sequence]:
 )
 def test_ranks_give_the_tokens_of_one(tmp_path: Path, size: int, model: dict[str, Any]) -> None:
     folder = checkpoint(tmp_path / "model", **model)
-    expected = answers(Runner.load(config_of(folder, 1)))
+    expected = answers(serial_runner(config_of(folder, 1)))
     with group(config_of(folder, size), tmp_path / "meeting") as runner:
         found = answers(runner)
         assert f"{size} ranks" in runner.hello("w").device
@@ -103,7 +104,7 @@ def test_copies_reach_every_rank(tmp_path: Path) -> None:
     """A sequence goes on in blocks that were copied from another's."""
     folder = checkpoint(tmp_path / "model")
     prompt = PROMPTS[2]
-    expected = Driver(Runner.load(config_of(folder, 1)))
+    expected = Driver(serial_runner(config_of(folder, 1)))
     alone = expected.add(prompt, max_tokens=6)
     expected.run()
     with group(config_of(folder, 2), tmp_path / "meeting") as runner:

@@ -15,7 +15,7 @@ from scheduler.config import SchedulerConfig
 from tests.support.json_schemas import QUICK, SCHEMAS, conforms
 from tests.support.local_engine import Generation, LocalEngine
 from tests.support.plans import Driver
-from tests.support.runners import SmallPool
+from tests.support.runners import SmallPool, serial_runner
 from tests.support.tiny_model import write_served_tiny
 from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
 from worker.config import WorkerConfig
@@ -39,7 +39,7 @@ def load(folder: Path, engine: str, **settings: int) -> Runner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, engine)
         defaults = {"threads": 1, "max_rows": 8, "max_step_tokens": 256, "kv_cache_memory": 2**23}
-        return Runner.load(WorkerConfig(model=folder, **(defaults | settings)))  # type: ignore[arg-type]
+        return serial_runner(WorkerConfig(model=folder, **(defaults | settings)))  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])

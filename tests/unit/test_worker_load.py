@@ -14,7 +14,7 @@ import torch
 from proto.messages import KVGroup
 from tests.support.checkpoints import tiny_config, tiny_tensors, write_sharded, write_tiny
 from tests.support.plans import Driver
-from tests.support.runners import tiny_runner
+from tests.support.runners import serial_runner, tiny_runner
 from worker.config import WorkerConfig
 from worker.errors import ConfigError
 from worker.loader.errors import ModelError
@@ -27,7 +27,7 @@ SHARD = "model-{:05}-of-00003.safetensors"
 
 
 def load(folder: Path) -> Runner:
-    return Runner.load(WorkerConfig(model=folder, threads=1, kv_cache_memory=2**20))
+    return serial_runner(WorkerConfig(model=folder, threads=1, kv_cache_memory=2**20))
 
 
 def greedy(runner: Runner) -> list[int]:

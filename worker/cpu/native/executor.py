@@ -80,6 +80,7 @@ class NativeExecutor:
             max_tokens=config.max_step_tokens,
             max_rows=config.max_rows,
             max_samples=config.max_samples,
+            uses=(weights, self.cache, self.buffers, self.rope),
         )
 
     @classmethod

@@ -20,7 +20,7 @@ from worker.sampling import Adjustment, Rules
 
 class CapturedStep:
     """Runs steps of up to `max_tokens` tokens, `max_rows` rows and `max_samples` sampled tokens (0: one for each
-    row). Not safe for several threads."""
+    row). Not safe for several threads. uses: what the records point to, which lives until the library is closed."""
 
     def __init__(
         self,
@@ -31,7 +31,9 @@ class CapturedStep:
         max_tokens: int,
         max_rows: int,
         max_samples: int = 0,
+        uses: object = None,
     ) -> None:
+        self._uses = uses
         self._sizes = {"max_tokens": max_tokens, "max_rows": max_rows, "max_samples": max_samples or max_rows}
         self._last_tokens = np.zeros(max_rows, np.int32)
         self._library = native()
@@ -109,6 +111,6 @@ class LaunchedStep:
         self._captured.free.append(memory)
 
     def __del__(self) -> None:
-        if self._memory is not None:
+        if self._memory is not None and self._captured.close.alive:
             self.wait()
             self._give_back(self._memory)

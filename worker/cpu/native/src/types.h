@@ -97,7 +97,7 @@ struct Step {
   int32_t table_width;
   int32_t num_top;           // alternatives for each scored or sampled token
   int32_t* ids;              // [T]
-  const int32_t* owners;     // [T] batch row whose token of the step before this is, or -1 where ids has it
+  const int32_t* owners;     // [T] batch row whose last sampled token this is, or -1 where ids has it
   const int32_t* positions;  // [T]
   const int32_t* slots;      // [T]
   const int32_t* offsets;    // [A + 1]
@@ -131,7 +131,7 @@ struct Step {
   int32_t* score_ranks;    // [S + P]
   int32_t* top_ids;        // [S + P, num_top]
   float* top_values;       // [S + P, num_top]
-  double* seconds;         // of the call
+  double* seconds;         // of both parts
 };
 
 }  // namespace signalbox
