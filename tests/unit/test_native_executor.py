@@ -345,8 +345,8 @@ def test_a_worker_starts_without_torch(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", "llama")
     code = (
         "import sys\nfrom pathlib import Path\nfrom worker.config import WorkerConfig\n"
-        "from worker.runner import Runner\n"
-        f"serial_runner(WorkerConfig(model=Path({str(model)!r}), threads=1, kv_cache_memory=2**20))\n"
+        "from worker.load import load_runner\n"
+        f"load_runner(WorkerConfig(model=Path({str(model)!r}), threads=1, kv_cache_memory=2**20))\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
