@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from proto.digests import extend_digests, split_digests
 from proto.messages import SamplingParams
 from tests.cuda.engines import pipelined, torch_runner
 from tests.cuda.recording import Recording
+from tests.support.constrained import texts_beside_a_grammar
 from tests.support.plans import Driver, Sequence
 from tests.support.runners import serial_runner
 from tests.support.tiny_model import write_served_tiny
-from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
 from tests.support.window import ROOT, WindowDriver
 from worker.config import WorkerConfig
 from worker.cuda.buckets import Bucket, Buckets, sizes
@@ -43,12 +42,7 @@ PARAMS = [
 
 def answers(driver: Driver) -> list[Sequence]:
     """Joins between steps, rows that stop while plans with them are in flight, and rows that are used again."""
-    added = []
-    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        added.append(driver.add(prompt, max_tokens=6, seed=number, params=params))
-        driver.step()
-    driver.run()
-    return added
+    return driver.run_in_turn(PROMPTS, PARAMS, max_tokens=6)
 
 
 @pytest.fixture
@@ -200,15 +194,5 @@ def test_masks_arrive_between_forward_and_sampling(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("SIGNALBOX_CPU_ENGINE", "torch")
     folder = write_served_tiny(tmp_path / "served", seed=1)
     made = serial_runner(WorkerConfig(model=folder, threads=1, max_rows=4, max_step_tokens=24, kv_cache_memory=2**18))
-    grammar = SamplingParams(temperature=1.0, eos_ids=(IM_END,), grammar="regex\n[a-f]{3,5}")
-
-    def texts(driver: Driver) -> list[list[int]]:
-        prompt = ids_of("Hello", ",", " world")
-        added = [driver.add(prompt, max_tokens=8, seed=seed, params=grammar) for seed in range(2)]
-        added.append(driver.add(prompt, max_tokens=8, seed=2, params=SamplingParams(temperature=1.0)))
-        driver.run()
-        return [sequence.output for sequence in added]
-
-    expected = texts(Driver(made))
-    assert texts(WindowDriver(pipelined(made, Recording(), capture=True), window=3)) == expected
-    assert all(re.fullmatch("[a-f]{3,5}", tiny_tokenizer().decode(tokens[:-1])) for tokens in expected[:2])
+    expected = texts_beside_a_grammar(Driver(made))
+    assert texts_beside_a_grammar(WindowDriver(pipelined(made, Recording(), capture=True), window=3)) == expected

@@ -36,13 +36,7 @@ PARAMS = [
 
 def answers(made: Any) -> list[Sequence]:
     """Decodes beside chunks of a prompt, joins and leaves between steps."""
-    driver = Driver(made)
-    added = []
-    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        added.append(driver.add(prompt, max_tokens=6, seed=number, params=params))
-        driver.step()
-    driver.run()
-    return added
+    return Driver(made).run_in_turn(PROMPTS, PARAMS, max_tokens=6)
 
 
 @pytest.mark.parametrize(

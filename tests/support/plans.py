@@ -103,6 +103,15 @@ class Driver:
             self.step()
         assert sorted(self.free) == list(range(self.runner.batch.num_blocks))
 
+    def run_in_turn(self, prompts: list[list[int]], params: list[SamplingParams], *, max_tokens: int) -> list[Sequence]:
+        """One more prompt after each step: joins beside rows that go on or stop, and rows that are used again."""
+        added = []
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            added.append(self.add(prompt, max_tokens=max_tokens, seed=number, params=one))
+            self.step()
+        self.run()
+        return added
+
     def step(self) -> StepResult:
         joins, work, left = [], [], self.budget
         for sequence in list(self.running):

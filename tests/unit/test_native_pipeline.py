@@ -3,7 +3,6 @@ of an answer depends on it."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +14,11 @@ import pytest
 
 import worker.pipeline
 from proto.messages import Copy, NewBlocks, SamplingParams, StepPlan, StepResult, int32
+from tests.support.constrained import texts_beside_a_grammar
 from tests.support.gguf_files import small_tensors, write_gguf
 from tests.support.plans import Driver, Sequence
 from tests.support.runners import serial_runner
 from tests.support.tiny_model import write_served_tiny
-from tests.support.tiny_tokenizer import IM_END, ids_of, tiny_tokenizer
 from tests.support.window import Flying, WindowDriver
 from worker.config import WorkerConfig
 from worker.cpu.native.availability import VARIABLE
@@ -59,12 +58,7 @@ def pipelined(config: WorkerConfig) -> PipelinedRunner:
 
 def answers(driver: Driver) -> list[Sequence]:
     """Joins between steps, rows that stop while plans with them are in flight, and rows that are used again."""
-    added = []
-    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
-        added.append(driver.add(prompt, max_tokens=12, seed=number, params=params))
-        driver.step()
-    driver.run()
-    return added
+    return driver.run_in_turn(PROMPTS, PARAMS, max_tokens=12)
 
 
 def same(found: list[Sequence], expected: list[Sequence]) -> None:
@@ -123,18 +117,8 @@ def test_a_preempted_row_goes_on_as_if_it_had_not_been(config: WorkerConfig) -> 
 def test_masks_are_computed_beside_the_forward_pass(tmp_path: Path, config: WorkerConfig) -> None:
     folder = write_served_tiny(tmp_path / "served", seed=1)
     config = WorkerConfig(model=folder, threads=1, max_rows=4, max_step_tokens=24, kv_cache_memory=2**18)
-    grammar = SamplingParams(temperature=1.0, eos_ids=(IM_END,), grammar="regex\n[a-f]{3,5}")
-
-    def texts(driver: Driver) -> list[list[int]]:
-        prompt = ids_of("Hello", ",", " world")
-        added = [driver.add(prompt, max_tokens=8, seed=seed, params=grammar) for seed in range(2)]
-        added.append(driver.add(prompt, max_tokens=8, seed=2, params=SamplingParams(temperature=1.0)))
-        driver.run()
-        return [sequence.output for sequence in added]
-
-    expected = texts(Driver(serial_runner(config)))
-    assert texts(WindowDriver(pipelined(config), window=3)) == expected
-    assert all(re.fullmatch("[a-f]{3,5}", tiny_tokenizer().decode(tokens[:-1])) for tokens in expected[:2])
+    expected = texts_beside_a_grammar(Driver(serial_runner(config)))
+    assert texts_beside_a_grammar(WindowDriver(pipelined(config), window=3)) == expected
 
 
 def test_blocks_are_copied_once_what_writes_them_is_done(config: WorkerConfig) -> None:
