@@ -52,9 +52,12 @@ STREAMS = 40
 
 @pytest.fixture(scope="module")
 def busy(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[EngineServer]:
-    """Four rows, on the slower engine."""
+    """Four rows, on the slower engine; one plan in flight, so that no two results come together."""
     folder = tmp_path_factory.mktemp("busy")
-    with EngineServer(folder, tiny_model, scheduler_options={"max_num_seqs": 4}, cpu_engine="torch") as server:
+    options = {"max_num_seqs": 4}
+    with EngineServer(
+        folder, tiny_model, scheduler_options=options, worker_options={"window": 1}, cpu_engine="torch"
+    ) as server:
         yield server
 
 
