@@ -30,7 +30,7 @@ from worker.loader.model import ModelFiles
 from worker.plan_check import check_plan
 from worker.results import FreedLog, apply_outputs, empty_result
 from worker.runner import BaseRunner, apply_deltas
-from worker.sampling import NO_PENALTIES, Adjustment, SampleInputs, constraint, penalised, penalties_of
+from worker.sampling import NO_PENALTIES, Adjustment, SampleInputs, adjustment, penalties_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,23 +207,18 @@ class PipelinedRunner(BaseRunner):
     def _rules(self, inputs: RowInputs) -> list[Adjustment]:
         """What changes the logits of the rows that sample. What a grammar allows, which words are bad and what
         penalties count follows from the tokens before: their results are waited for, while the device computes."""
-        issued, counts, rules = self.issued, self.pipeline.counts_tokens, []
-        rows = inputs.rows[inputs.sample.rows]
+        issued, counts = self.issued, self.pipeline.counts_tokens
+        rows, positions = inputs.rows[inputs.sample.rows], inputs.sample.positions
         adjusts = issued.sampling.constrains if counts else issued.sampling.adjusts
         adjusted = np.flatnonzero(adjusts[rows])
         if any(self._needs_tokens(issued.params[rows[index]]) for index in adjusted):
             while len(self._pending) > 1:
                 self._retire()
             self._apply_plan(self._pending[0])
-        for index in adjusted:
-            row, prompt = int(rows[index]), int(issued.num_prompt[rows[index]])
-            params = issued.params[row]
-            bits = self.batch.grammars.bits(row) if params.grammar else None
-            # Where no result was waited for, only the number of these tokens counts.
-            tokens = self.batch.tokens[row, : inputs.sample.positions[index]]
-            rule = constraint(params, int(index), tokens[prompt:], bits)
-            rules.append(rule if counts else penalised(rule, params, tokens, prompt))
-        return rules
+        return [
+            adjustment(issued, self.batch, int(i), int(rows[i]), int(positions[i]), penalties=not counts)
+            for i in adjusted
+        ]
 
     def _needs_tokens(self, params: SamplingParams) -> bool:
         if params.grammar or params.bad_ids:

@@ -155,17 +155,18 @@ def rules_of(batch: Batch, computed: Int32, sample: SampleInputs) -> Rules | Non
     adjusting = np.flatnonzero(batch.sampling.adjusts[rows])
     if not len(adjusting):
         return None
-    return lambda: [_adjustment(batch, int(i), int(rows[i]), int(sample.positions[i])) for i in adjusting]
+    return lambda: [adjustment(batch, batch, int(i), int(rows[i]), int(sample.positions[i])) for i in adjusting]
 
 
-def _adjustment(batch: Batch, index: int, row: int, known: int) -> Adjustment:
-    """For the token that follows the row's first `known` ones."""
-    params, prompt, tokens = batch.params[row], batch.num_prompt[row], batch.tokens[row, :known]
-    rule = constraint(params, index, tokens[prompt:], batch.grammars.bits(row) if params.grammar else None)
-    return penalised(rule, params, tokens, prompt)
+def adjustment(batch: Batch, known: Batch, index: int, row: int, length: int, *, penalties: bool = True) -> Adjustment:
+    """For the token that follows the row's first `length` ones. known: the batch that has these tokens and what its
+    grammar allows; where neither grammar, bad words nor penalties are wanted, only their number counts."""
+    params, prompt, tokens = batch.params[row], batch.num_prompt[row], known.tokens[row, :length]
+    rule = constraint(params, index, tokens[prompt:], known.grammars.bits(row) if params.grammar else None)
+    return _penalised(rule, params, tokens, prompt) if penalties else rule
 
 
-def penalised(rule: Adjustment, params: SamplingParams, tokens: Int32, prompt: int) -> Adjustment:
+def _penalised(rule: Adjustment, params: SamplingParams, tokens: Int32, prompt: int) -> Adjustment:
     """With the penalties of a row with these tokens, the first `prompt` of which are its prompt."""
     if penalties_of(params) == NO_PENALTIES:
         return rule

@@ -160,6 +160,7 @@ class SimPipeline(SimRunner):
         self.idled = 0
         self.launches = threading.Semaphore(0)
         self.wake_results: Callable[[], None] = lambda: None
+        self.clock: Callable[[], float] = lambda: 0.0
 
     @property
     def in_flight(self) -> int:

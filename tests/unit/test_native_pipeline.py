@@ -148,7 +148,7 @@ def test_a_reset_in_flight_and_an_error_between_a_steps_parts_leave_nothing(
     device = runner.device
     assert isinstance(device, NativeExecutor)
 
-    def fail(*args: Any) -> None:
+    def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("planned")
 
     for _ in range(3):
@@ -159,7 +159,7 @@ def test_a_reset_in_flight_and_an_error_between_a_steps_parts_leave_nothing(
         assert runner.in_flight
         driver.add([1, 2], params=PARAMS[4])
         with monkeypatch.context() as patch:
-            patch.setattr(worker.pipeline, "constraint", fail)
+            patch.setattr(worker.pipeline, "adjustment", fail)
             with pytest.raises(RuntimeError, match="planned"):
                 driver.step()
         runner.reset()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from proto.messages import Float32, Int32, Join, int32
+from proto.messages import Int32, Join, int32
 from worker.batch import Batch
 from worker.cuda.backend import Arrival, GraphBackend
 from worker.cuda.buckets import Bucket, Buckets
@@ -32,7 +32,7 @@ from worker.cuda.step import SCORES, Step
 from worker.inputs import RowInputs, ScoreInputs
 from worker.pipeline import Deltas
 from worker.ranking import CHUNK
-from worker.sampling import NO_PENALTIES, Adjustment, penalties_of
+from worker.sampling import NO_PENALTIES, Adjustment, SamplingColumns, penalties_of
 
 # Numbers of alternatives that samplers with log-probabilities are captured for.
 TOPS = (0, 5, 20)
@@ -126,14 +126,14 @@ class Engine:
 
     def forward(self, deltas: Deltas, inputs: RowInputs, batch: Batch) -> None:
         """Enqueues the model over a plan's rows; their KV is written."""
-        self.follow_forward(deltas, inputs, batch.sampling.penalties)
+        self.compute(deltas, inputs, batch.sampling)
 
-    def follow_forward(self, deltas: Deltas, inputs: RowInputs, penalties: Float32) -> None:
-        """The same. penalties[max_rows, 3]: repetition, presence and frequency; on any rank but the first, any."""
+    def compute(self, deltas: Deltas, inputs: RowInputs, sampling: SamplingColumns) -> None:
+        """The same without a batch, of which only the sampling columns are read; on any rank but the first, any do."""
         counts = np.diff(inputs.offsets)
         bucket = self.buckets.of(len(counts), int(inputs.offsets[-1]))
         with torch.inference_mode():
-            self.state.send(self._columns(deltas, inputs, counts, penalties))
+            self.state.send(self._columns(deltas, inputs, counts, sampling))
             self.graphs.run(bucket, lambda: self._forward(bucket))
 
     def sample(self, inputs: RowInputs, rules: Sequence[Adjustment]) -> Step:
@@ -165,14 +165,16 @@ class Engine:
             for part in self._score_parts(len(scored)):
                 self._logits_at(self.state.to_device(scored[part]))
 
-    def _columns(self, deltas: Deltas, inputs: RowInputs, counts: Int32, penalties: Float32) -> dict[str, np.ndarray]:
+    def _columns(
+        self, deltas: Deltas, inputs: RowInputs, counts: Int32, sampling: SamplingColumns
+    ) -> dict[str, np.ndarray]:
         sample = inputs.sample
         new_counts, new_ids = deltas.new_counts, deltas.new_ids
         if len(new_ids) > self.sizes.new_ids:
             self._send_tables(deltas, inputs.rows)
             new_counts, new_ids = np.zeros_like(new_counts), new_ids[:0]
         rows = inputs.rows[sample.rows]
-        penalties = penalties[rows]
+        penalties = sampling.penalties[rows]
         penalised = (penalties != np.array(NO_PENALTIES, np.float32)).any(axis=1)
         as_drawn = np.zeros(len(rows), np.int32)
         as_drawn[sample.as_drawn] = 1

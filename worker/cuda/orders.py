@@ -16,7 +16,7 @@ from worker.cuda.engine import Engine, SamplerKey
 from worker.inputs import RowInputs, ScoreInputs
 from worker.parallel.link import Link
 from worker.pipeline import Deltas
-from worker.sampling import NO_PENALTIES, SampleInputs
+from worker.sampling import SampleInputs, SamplingColumns
 
 END = 0
 NONE = -1
@@ -112,8 +112,7 @@ class ForwardOrder:
             score=ScoreInputs(rows=none, tokens=none, positions=none, targets=none, tops=none),
         )
         deltas = Deltas(held=self.held, new_counts=self.new_counts, new_ids=self.new_ids)
-        penalties = np.tile(np.array(NO_PENALTIES, np.float32), (engine.sizes.max_rows, 1))
-        engine.follow_forward(deltas, inputs, penalties)
+        engine.compute(deltas, inputs, SamplingColumns(engine.sizes.max_rows))
 
 
 @dataclass(frozen=True)

@@ -51,12 +51,12 @@ class CapturedStep:
         None: it has all. limit_seconds: for the step's outputs.
         """
         memory = self.free.pop() if self.free else self._new_memory()
-        memory.fill(inputs, owners)
-        return LaunchedStep(self, memory, limit_seconds)
+        memory.fill(inputs, owners, limit_seconds)
+        return LaunchedStep(self, memory)
 
     def launch(self, inputs: StepInputs, rules: Rules | None = None, limit_seconds: float = 0.0) -> StepOutputs:
         """Writes the step's KV, samples and scores. rules: asked once, while the forward part runs."""
-        step = self.forward(inputs, None, limit_seconds)
+        step = self.forward(inputs, limit_seconds=limit_seconds)
         step.sample(() if rules is None else rules())
         return step.outputs()
 
@@ -81,9 +81,8 @@ class LaunchedStep:
     """A step on its way. Fills worker.pipeline.Ticket, once it is sampled. Its memory is another step's when its
     outputs have been taken, or when nobody wants them any more."""
 
-    def __init__(self, captured: CapturedStep, memory: StepMemory, limit_seconds: float) -> None:
+    def __init__(self, captured: CapturedStep, memory: StepMemory) -> None:
         self._captured = captured
-        self._limit_seconds = limit_seconds
         self._memory: StepMemory | None = memory
         self._number = captured.enqueue(memory, Part.FORWARD)
 
@@ -102,7 +101,7 @@ class LaunchedStep:
         memory = self._memory
         assert memory is not None
         self.wait()
-        outputs = memory.outputs(self._limit_seconds)
+        outputs = memory.outputs()
         self._give_back(memory)
         return outputs
 

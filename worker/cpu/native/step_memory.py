@@ -78,9 +78,9 @@ class StepMemory:
         for name, column in self._columns.items():
             setattr(self.record, name, address(column))
 
-    def fill(self, inputs: StepInputs, owners: Int32 | None) -> None:
-        """What the forward part reads, and the sampling columns. owners: as of CapturedStep.forward."""
-        self._inputs = inputs
+    def fill(self, inputs: StepInputs, owners: Int32 | None, limit_seconds: float) -> None:
+        """What the forward part reads, and the sampling columns. owners, limit_seconds: as of CapturedStep.forward."""
+        self._inputs, self._limit_seconds = inputs, limit_seconds
         sample, score, step = inputs.sample, inputs.score, self.record
         for name, values in (
             ("ids", inputs.token_ids),
@@ -132,7 +132,7 @@ class StepMemory:
                 setattr(self.record, name, address(column))
                 self._rules.append(column)
 
-    def outputs(self, limit_seconds: float) -> StepOutputs:
+    def outputs(self) -> StepOutputs:
         """Copies of the results."""
         inputs, samples, scores = self._inputs, self.record.samples, self.record.scores
         return StepOutputs(
@@ -141,7 +141,7 @@ class StepMemory:
             sampled=self._scores(0, samples) if (inputs.sample.tops >= 0).any() else None,
             prompt=self._scores(samples, samples + scores) if scores else None,
             kernel_seconds=float(self._columns["seconds"][0]),
-            limit_seconds=limit_seconds,
+            limit_seconds=self._limit_seconds,
         )
 
     def _scores(self, first: int, last: int) -> Scores:
