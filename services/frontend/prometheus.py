@@ -25,7 +25,7 @@ TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.1
 REQUEST_BUCKETS = (0.05, 0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0)
 HISTOGRAMS = {
     "signalbox_time_to_first_token_seconds": "From the call to the first token.",
-    "signalbox_inter_token_latency_seconds": "Between arrivals of tokens.",
+    "signalbox_inter_token_latency_seconds": "Between arrivals of tokens; 0 of those that come together.",
     "signalbox_time_per_output_token_seconds": "Mean time per token of a choice, after its first.",
     "signalbox_request_latency_seconds": "From the call to a choice's end.",
     "signalbox_request_decode_time_seconds": "From a choice's first token to its last.",
@@ -77,7 +77,10 @@ class ChoiceTimer:
         self.count = 0
 
     def arrived(self, count: int) -> None:
-        """`count` output tokens came from the engine; nothing is measured when there are none."""
+        """`count` output tokens came from the engine; nothing is measured when there are none.
+
+        How many come at once depends on how soon this process reads: each is measured, the others at 0 seconds.
+        """
         if count <= 0 or self._metrics is None:
             return
         now = time.monotonic()
@@ -86,6 +89,8 @@ class ChoiceTimer:
         else:
             self.first = now
             self._metrics.first_token.observe(now - self._began)
+        for _ in range(count - 1):
+            self._metrics.inter_token.observe(0.0)
         self.last = now
         self.count += count
         self._metrics.generation_tokens += count

@@ -371,8 +371,10 @@ async def test_an_abort_by_name_ends_the_choices_as_aborted() -> None:
     assert [output.finish_reason for output in outputs] == [FinishReason.ABORTED] * 2
 
 
-async def test_counters() -> None:
+@pytest.mark.parametrize("together", [1, 3, 7])
+async def test_counters(together: int) -> None:
     engine = FakeEngine(S1)
+    engine.tokens_per_chunk = together
     context = fake_context(engine)
     await outputs_of(context, completion(context, prompt=[5, 6], made_up=1))
     counters = context.metrics.counters()
