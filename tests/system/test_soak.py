@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 from services.bench.soak.holdings import MAX_GROWTH, Holdings, problems
 
-START = {"worker": Holdings(memory=100 * 2**20, files=20, threads=4)}
+START = {"worker": Holdings(memory=100 * 2**20, files=20, names={"poller": 3, "text": 1})}
 
 
 def soak(model: Path, seconds: int) -> dict:
@@ -46,12 +47,13 @@ def test_everything_returns_to_its_start_after_a_minute(tiny_model):
     [
         ({"memory": 100 * 2**20 + MAX_GROWTH + 1}, "worker grew by 32 MiB"),
         ({"files": 21}, "worker holds 21 file descriptors, 20 at the start"),
-        ({"threads": 5}, "worker has 5 threads, 4 at the start"),
+        ({"names": {"poller": 3, "text": 2}}, "worker has 5 threads, 4 at the start; more of: text"),
+        ({"names": {"poller": 3, "text": 1, "event_engine": 4}}, None),
         ({"memory": 50 * 2**20, "files": 19}, None),
     ],
 )
 def test_what_is_left_is_told(change, told):
-    now = Holdings(**{"memory": 100 * 2**20, "files": 20, "threads": 4, **change})
+    now = dataclasses.replace(START["worker"], **change)
     assert problems(START, {"worker": now}) == ([] if told is None else [told])
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -14,23 +16,34 @@ from services.settings import Address
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 MAX_GROWTH = 32 * 2**20  # bytes of resident memory that one process may have gained
+# Threads of gRPC's pools, by name, and how many there may be: it ends and starts some as work comes.
+POOLS = {"event_engine": 16, "grpc_global_tim": 4}
 GAUGES = ("signalbox_kv_blocks_used", "signalbox_requests_running", "signalbox_requests_waiting")
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """memory: resident bytes. files: open file descriptors."""
+    """memory: resident bytes. files: open file descriptors. names: how many threads have each name."""
 
     memory: int
     files: int
-    threads: int
+    names: dict[str, int]
+
+    @property
+    def threads(self) -> int:
+        """How many there are."""
+        return sum(self.names.values())
 
     @classmethod
     def of(cls, pid: int) -> Holdings:
         """Of a process that lives."""
         folder = Path(f"/proc/{pid}")
         memory = int((folder / "statm").read_text().split()[1]) * PAGE
-        return cls(memory, len(os.listdir(folder / "fd")), len(os.listdir(folder / "task")))
+        names: Counter[str] = Counter()
+        for thread in os.listdir(folder / "task"):
+            with suppress(OSError):  # it ended meanwhile
+                names[(folder / "task" / thread / "comm").read_text().strip()] += 1
+        return cls(memory, len(os.listdir(folder / "fd")), dict(names))
 
 
 def problems(before: Mapping[str, Holdings], after: Mapping[str, Holdings]) -> list[str]:
@@ -42,8 +55,10 @@ def problems(before: Mapping[str, Holdings], after: Mapping[str, Holdings]) -> l
             found.append(f"{name} grew by {(now.memory - start.memory) / 2**20:.0f} MiB")
         if now.files > start.files:
             found.append(f"{name} holds {now.files} file descriptors, {start.files} at the start")
-        if now.threads > start.threads:
-            found.append(f"{name} has {now.threads} threads, {start.threads} at the start")
+        more = [one for one, count in now.names.items() if count > max(start.names.get(one, 0), POOLS.get(one, 0))]
+        if more:
+            told = f"{now.threads} threads, {start.threads} at the start"
+            found.append(f"{name} has {told}; more of: {', '.join(sorted(more))}")
     return found
 
 
@@ -55,9 +70,9 @@ async def gauges(http: Address) -> dict[str, float]:
     return {name: float(values.get(name, "nan")) for name in GAUGES}
 
 
-def as_dict(holdings: Mapping[str, Holdings]) -> dict[str, dict[str, int]]:
+def as_dict(holdings: Mapping[str, Holdings]) -> dict[str, dict[str, object]]:
     """For JSON."""
-    return {name: asdict(one) for name, one in holdings.items()}
+    return {name: asdict(one) | {"threads": one.threads} for name, one in holdings.items()}
 
 
 class Deadline:
