@@ -3,6 +3,7 @@ of an answer depends on it."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from worker.config import WorkerConfig
 from worker.cpu.native.availability import VARIABLE
 from worker.cpu.native.executor import NativeExecutor
 from worker.cpu.native.limits import Limits
+from worker.cpu.native.thread_choice import ThreadChoice
 from worker.load import load_runner
 from worker.pipeline import PipelinedRunner
 from worker.runner import Runner
@@ -71,6 +73,13 @@ def test_no_bit_depends_on_how_far_the_host_is_ahead(config: WorkerConfig, windo
     expected = answers(Driver(serial_runner(replace(config, max_rows=9))))
     assert len({sequence.reason for sequence in expected}) > 1
     same(answers(WindowDriver(pipelined(config), window=window)), expected)
+
+
+def test_no_bit_depends_on_how_many_threads_take_part(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answers(Driver(serial_runner(replace(config, threads=1, max_rows=9))))
+    turns = itertools.cycle([3, 1, 2, 2, 1, 3])
+    monkeypatch.setattr(ThreadChoice, "of", lambda choice, tokens: next(turns))
+    same(answers(WindowDriver(pipelined(replace(config, threads=3)), window=2)), expected)
 
 
 def test_every_step_tells_its_time_and_its_parts(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ class Step(Structure):
     """Inputs and results of one step."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("tokens", "rows", "samples", "scores", "table_width", "num_top")),
+        *((name, c_int32) for name in ("tokens", "rows", "samples", "scores", "table_width", "num_top", "threads")),
         *(
             (name, c_void_p)
             for name in (

@@ -13,6 +13,7 @@ import numpy as np
 from proto.messages import Int32
 from worker.cpu.native.records import Model, Op, Part, native
 from worker.cpu.native.step_memory import StepMemory
+from worker.cpu.native.thread_choice import ThreadChoice
 from worker.executor import StepOutputs
 from worker.inputs import StepInputs
 from worker.sampling import Adjustment, Rules
@@ -36,6 +37,7 @@ class CapturedStep:
         self._uses = uses
         self._sizes = {"max_tokens": max_tokens, "max_rows": max_rows, "max_samples": max_samples or max_rows}
         self._last_tokens = np.zeros(max_rows, np.int32)
+        self._choice = ThreadChoice(model.threads)
         self._library = native()
         self._engine = self._library.sb_open(
             ctypes.byref(model), (Op * len(forward))(*forward), len(forward), (Op * len(head))(*head), len(head)
@@ -51,7 +53,7 @@ class CapturedStep:
         None: it has all. limit_seconds: for the step's outputs.
         """
         memory = self.free.pop() if self.free else self._new_memory()
-        memory.fill(inputs, owners, limit_seconds)
+        memory.fill(inputs, owners, limit_seconds, self._choice.of(len(inputs.token_ids)))
         return LaunchedStep(self, memory)
 
     def launch(self, inputs: StepInputs, rules: Rules | None = None, limit_seconds: float = 0.0) -> StepOutputs:
@@ -68,6 +70,10 @@ class CapturedStep:
         """The number to wait for."""
         self._last = int(self._library.sb_enqueue(self._engine, ctypes.byref(memory.record), part))
         return self._last
+
+    def learn(self, memory: StepMemory) -> None:
+        """From a step that has ended."""
+        self._choice.ended(memory.record.tokens, memory.record.threads, *memory.times)
 
     def wait(self, number: int) -> None:
         """Returns when this part, and all before it, are done. Any thread may wait."""
@@ -102,6 +108,7 @@ class LaunchedStep:
         assert memory is not None
         self.wait()
         outputs = memory.outputs()
+        self._captured.learn(memory)
         self._give_back(memory)
         return outputs
 

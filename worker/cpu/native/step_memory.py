@@ -72,14 +72,15 @@ class StepMemory:
             ((("adjustments", np.uint8),), max_samples * ADJUSTMENT.size),
             ((("targets", np.int32),), max_tokens),
             ((("offsets", np.int32),), max_rows + 1),
-            ((("seconds", np.float64),), 1),
+            ((("seconds", np.float64),), 2),
         ):
             self._columns |= {name: np.zeros(size, kind) for name, kind in columns}
         for name, column in self._columns.items():
             setattr(self.record, name, address(column))
 
-    def fill(self, inputs: StepInputs, owners: Int32 | None, limit_seconds: float) -> None:
-        """What the forward part reads, and the sampling columns. owners, limit_seconds: as of CapturedStep.forward."""
+    def fill(self, inputs: StepInputs, owners: Int32 | None, limit_seconds: float, threads: int) -> None:
+        """What the forward part reads, and the sampling columns. owners, limit_seconds: as of CapturedStep.forward.
+        threads: that take part."""
         self._inputs, self._limit_seconds = inputs, limit_seconds
         sample, score, step = inputs.sample, inputs.score, self.record
         for name, values in (
@@ -109,6 +110,7 @@ class StepMemory:
         self._top_values = np.zeros((samples + scores, num_top), np.float32)
         self._tables = np.ascontiguousarray(inputs.tables, np.int32)
         step.tokens, step.rows, step.samples, step.scores = tokens, len(inputs.rows), samples, scores
+        step.threads = threads
         step.tables, step.table_width = address(self._tables), self._tables.shape[1]
         step.top_ids, step.top_values, step.num_top = address(self._top_ids), address(self._top_values), num_top
 
@@ -132,6 +134,12 @@ class StepMemory:
                 setattr(self.record, name, address(column))
                 self._rules.append(column)
 
+    @property
+    def times(self) -> tuple[float, float]:
+        """Seconds that the step computed, and when it ended."""
+        seconds, ended = self._columns["seconds"].tolist()
+        return seconds, ended
+
     def outputs(self) -> StepOutputs:
         """Copies of the results."""
         inputs, samples, scores = self._inputs, self.record.samples, self.record.scores
@@ -140,7 +148,7 @@ class StepMemory:
             tokens=self._columns["sampled"][:samples].copy(),
             sampled=self._scores(0, samples) if (inputs.sample.tops >= 0).any() else None,
             prompt=self._scores(samples, samples + scores) if scores else None,
-            kernel_seconds=float(self._columns["seconds"][0]),
+            kernel_seconds=self.times[0],
             limit_seconds=self._limit_seconds,
         )
 

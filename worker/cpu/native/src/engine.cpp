@@ -52,8 +52,8 @@ class Engine {
 
   void linear_only(const Op& op, int tokens) {
     reserve(1);
-    works_[0].reset(pieces(op, tokens));
-    pool_.run([&](int) { linear(op, tokens, works_[0]); });
+    works_[0].reset(pieces(op, tokens, model_.threads));
+    pool_.run(model_.threads, [&](int) { linear(op, tokens, model_.threads, works_[0]); });
   }
 
  private:
@@ -64,21 +64,23 @@ class Engine {
     reserve(forward_.size() + 1 + rounds * (head_.size() + 1));
     Work* work = works_.get();
     if (part == FORWARD) {
-      *step.seconds = 0;
+      step.seconds[0] = 0;
       take_last_tokens(step);
       if (model_.kv) kv_.expect(*std::max_element(step.slots, step.slots + step.tokens) / model_.block_size);
       items_ = attention_items(model_, step);
-      work = prepare(work, forward_, step.tokens);
+      work = prepare(work, forward_, step.tokens, step.threads);
       (work++)->reset(token_pieces(step.tokens));
     }
     for (int first = 0; first < rows; first += model_.head_rows) {
       const int count = std::min(model_.head_rows, rows - first);
-      work = prepare(work, head_, count);
+      work = prepare(work, head_, count, step.threads);
       (work++)->reset(count);
     }
-    pool_.run([&](int thread) { take_part(step, part == FORWARD, rows, thread); });
+    pool_.run(step.threads, [&](int thread) { take_part(step, part == FORWARD, rows, thread); });
     if (part == HEAD) keep_last_tokens(step);
-    *step.seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+    const auto ended = std::chrono::steady_clock::now();
+    step.seconds[0] += std::chrono::duration<double>(ended - began).count();
+    step.seconds[1] = std::chrono::duration<double>(ended.time_since_epoch()).count();
   }
 
   static void take_last_tokens(const Step& step) {
@@ -98,15 +100,15 @@ class Engine {
     reserved_ = count;
   }
 
-  Work* prepare(Work* work, const std::vector<Op>& ops, int tokens) const {
-    for (const Op& op : ops) (work++)->reset(pieces(op, tokens));
+  Work* prepare(Work* work, const std::vector<Op>& ops, int tokens, int threads) const {
+    for (const Op& op : ops) (work++)->reset(pieces(op, tokens, threads));
     return work;
   }
 
-  int pieces(const Op& op, int tokens) const {
+  int pieces(const Op& op, int tokens, int threads) const {
     switch (op.kind) {
       case LINEAR:
-        return std::min(num_pairs(op.n), PIECES * model_.threads);
+        return std::min(num_pairs(op.n), PIECES * threads);
       case ATTENTION:
         return static_cast<int>(items_.size());
       case GATE:
@@ -179,7 +181,7 @@ class Engine {
           norm(op, model_.activations, tokens, token, sources ? sources[token] : token);
         });
       case LINEAR:
-        return linear(op, tokens, work);
+        return linear(op, tokens, step.threads, work);
       case ROPE:
         return by_tokens(tokens, work, [&](int token) { rope(op, model_, step, token); });
       case ATTENTION:
@@ -198,8 +200,8 @@ class Engine {
     }
   }
 
-  void linear(const Op& op, int tokens, Work& work) {
-    const int panels = num_panels(op.n), parts = pieces(op, tokens);
+  void linear(const Op& op, int tokens, int threads, Work& work) {
+    const int panels = num_panels(op.n), parts = pieces(op, tokens, threads);
     const int64_t pairs = num_pairs(op.n);
     work.share([&](int i) {
       const int first = static_cast<int>(pairs * i / parts * 2);

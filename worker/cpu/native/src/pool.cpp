@@ -27,33 +27,37 @@ void Signal::wake() {
 
 void Signal::sleep(uint32_t seen) { futex(value_, FUTEX_WAIT_PRIVATE, seen); }
 
-Pool::Pool(int threads) {
+Pool::Pool(int threads) : seats_(new Seat[threads]) {
   for (int thread = 1; thread < threads; ++thread) threads_.emplace_back([this, thread] { serve(thread); });
 }
 
 Pool::~Pool() {
   stopping_ = true;
-  started_.add(1);
-  started_.wake();
+  for (size_t thread = 1; thread <= threads_.size(); ++thread) call(static_cast<int>(thread));
   for (std::thread& thread : threads_) thread.join();
 }
 
-void Pool::run(const std::function<void(int)>& job) {
-  const uint32_t others = static_cast<uint32_t>(threads_.size());
+void Pool::run(int count, const std::function<void(int)>& job) {
   job_ = &job;
+  helpers_ = static_cast<uint32_t>(count - 1);
   ended_.set(0);
-  started_.add(1);
-  started_.wake();
+  for (int thread = 1; thread < count; ++thread) call(thread);
   job(0);
-  ended_.wait([others](uint32_t ended) { return ended == others; });
+  ended_.wait([this](uint32_t ended) { return ended == helpers_; });
+}
+
+void Pool::call(int thread) {
+  seats_[thread].started.add(1);
+  seats_[thread].started.wake();
 }
 
 void Pool::serve(int thread) {
   for (uint32_t jobs = 0;; ++jobs) {
-    started_.wait([jobs](uint32_t started) { return started != jobs; });
+    seats_[thread].started.wait([jobs](uint32_t started) { return started != jobs; });
     if (stopping_) return;
+    const uint32_t helpers = helpers_;  // the next job's once the last of them has ended
     (*job_)(thread);
-    if (ended_.add(1) == threads_.size()) ended_.wake();
+    if (ended_.add(1) == helpers) ended_.wake();
   }
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -61,16 +62,23 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Runs job(thread) on all threads, and returns when all of them have; the caller is thread 0.
-  void run(const std::function<void(int)>& job);
+  // Runs job(thread) on the first `count` threads, and returns when all of these have; the caller is thread 0. The others
+  // sleep on.
+  void run(int count, const std::function<void(int)>& job);
 
  private:
+  struct alignas(64) Seat {
+    Signal started;  // how many jobs its thread was called to
+  };
+
   void serve(int thread);
+  void call(int thread);
 
   const std::function<void(int)>* job_ = nullptr;
+  uint32_t helpers_ = 0;  // that take part in the job
   bool stopping_ = false;
-  alignas(64) Signal started_;
   alignas(64) Signal ended_;
+  std::unique_ptr<Seat[]> seats_;
   std::vector<std::thread> threads_;
 };
 

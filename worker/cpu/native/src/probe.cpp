@@ -84,7 +84,7 @@ void sb_probe_limits(int threads, const float* data, int64_t count, int64_t roun
     double least = 1e30;
     for (int run = 0; run < runs; ++run) {
       const auto began = std::chrono::steady_clock::now();
-      pool.run(work);
+      pool.run(threads, work);
       least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count());
     }
     return least;

@@ -96,6 +96,7 @@ struct Step {
   int32_t scores;
   int32_t table_width;
   int32_t num_top;           // alternatives for each scored or sampled token
+  int32_t threads;           // that take part
   int32_t* ids;              // [T]
   const int32_t* owners;     // [T] batch row whose last sampled token this is, or -1 where ids has it
   const int32_t* positions;  // [T]
@@ -131,7 +132,7 @@ struct Step {
   int32_t* score_ranks;    // [S + P]
   int32_t* top_ids;        // [S + P, num_top]
   float* top_values;       // [S + P, num_top]
-  double* seconds;         // of both parts
+  double* seconds;         // [2] of both parts, and when the second one ended, by a clock of this machine
 };
 
 }  // namespace signalbox
