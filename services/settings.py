@@ -364,7 +364,7 @@ class EngineSettings(ModelSettings, BatchSettings):
     enforce_eager: Annotated[bool, "On a GPU: launch each kernel instead of captured graphs."] = False
     batch_invariant: Annotated[bool, "On a GPU: results depend on a row's own tokens alone, which costs speed."] = False
     window: Annotated[int, "Plans in flight to a worker; 0: 2, or 1 with speculation.", Bounds(0, 4)] = 0
-    threads: Annotated[int, "Threads of one worker's computation; 0: all usable cores.", NOT_NEGATIVE] = 0
+    threads: Annotated[int, "Most threads of one worker's computation; 0: one for each usable core.", NOT_NEGATIVE] = 0
     tensor_parallel_size: Annotated[
         int,
         "Ranks that share one worker's model, each a process with its part; memory and threads are each one's.",
