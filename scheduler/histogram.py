@@ -20,10 +20,10 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
-    def observe(self, seconds: float) -> None:
-        """One more."""
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.total += seconds
+    def observe(self, seconds: float, times: int = 1) -> None:
+        """So many more."""
+        self.counts[bisect_left(self.bounds, seconds)] += times
+        self.total += seconds * times
 
     def samples(self, name: str) -> Iterator[tuple[str, float]]:
         """The Prometheus samples of the histogram `name`."""

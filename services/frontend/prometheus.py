@@ -89,8 +89,8 @@ class ChoiceTimer:
         else:
             self.first = now
             self._metrics.first_token.observe(now - self._began)
-        for _ in range(count - 1):
-            self._metrics.inter_token.observe(0.0)
+        if count > 1:
+            self._metrics.inter_token.observe(0.0, count - 1)
         self.last = now
         self.count += count
         self._metrics.generation_tokens += count

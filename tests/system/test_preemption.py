@@ -57,6 +57,8 @@ async def crowd(server: EngineServer, asked: list[dict[str, Any]], expected: lis
         assert await ask_all(server.http, asked, stream=stream) == expected
         await asyncio.to_thread(wait_for, lambda: is_idle(server), "an idle engine")
         if await asyncio.to_thread(server.metric, PREEMPTIONS) > before:
+            # Figures are those of a moment ago; these are of after the preemption.
+            await asyncio.to_thread(wait_for, lambda: is_idle(server), "an idle engine")
             return
     raise AssertionError(f"no preemption in {CROWDS} crowds")
 

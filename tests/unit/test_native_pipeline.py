@@ -4,6 +4,7 @@ of an answer depends on it."""
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +18,7 @@ import worker.pipeline
 from proto.messages import Copy, NewBlocks, SamplingParams, StepPlan, StepResult, int32
 from tests.support.constrained import texts_beside_a_grammar
 from tests.support.gguf_files import small_tensors, write_gguf
+from tests.support.native_steps import plain_inputs
 from tests.support.plans import Driver, Sequence
 from tests.support.runners import serial_runner
 from tests.support.tiny_model import write_served_tiny
@@ -26,9 +28,11 @@ from worker.cpu.native.availability import VARIABLE
 from worker.cpu.native.executor import NativeExecutor
 from worker.cpu.native.limits import Limits
 from worker.cpu.native.thread_choice import ThreadChoice
-from worker.load import load_runner
+from worker.load import load_executor, load_runner
+from worker.loader.model import open_model
 from worker.pipeline import PipelinedRunner
 from worker.runner import Runner
+from worker.sampling import SampleInputs
 
 LONG = [3 + 7 * n % 290 for n in range(45)]
 PROMPTS = [[5], LONG[:15], LONG[:16], LONG, [11, 12], [3], LONG[5:30], [290, 4]]
@@ -80,6 +84,31 @@ def test_no_bit_depends_on_how_many_threads_take_part(config: WorkerConfig, monk
     turns = itertools.cycle([3, 1, 2, 2, 1, 3])
     monkeypatch.setattr(ThreadChoice, "of", lambda choice, tokens: next(turns))
     same(answers(WindowDriver(pipelined(replace(config, threads=3)), window=2)), expected)
+
+
+def test_threads_that_come_and_go_lose_no_step(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step again and again, at once or after a pause in which all threads fell asleep; the last one is never
+    called."""
+    executor = load_executor(replace(config, threads=4), open_model(config.model))
+    one_token = SampleInputs(
+        rows=int32([0]),
+        tokens=int32([0]),
+        positions=int32([1]),
+        seeds=np.zeros(1, np.uint64),
+        temperature=np.zeros(1, np.float32),
+        top_k=int32([0]),
+        top_p=np.ones(1),
+        min_p=np.zeros(1),
+        tops=int32([-1]),
+    )
+    step = plain_inputs(ids=[7], positions=[0], rows=[1], tables=[[1]], sample=one_token)
+    (expected,) = executor.run(step).tokens
+    turns = random.Random(5)
+    monkeypatch.setattr(ThreadChoice, "of", lambda choice, tokens: turns.randint(1, 3))
+    for number in range(2000):
+        assert executor.run(step).tokens == [expected]
+        if number % 20 == 0:
+            time.sleep(0.0003)
 
 
 def test_every_step_tells_its_time_and_its_parts(config: WorkerConfig, monkeypatch: pytest.MonkeyPatch) -> None:

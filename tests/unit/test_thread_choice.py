@@ -41,8 +41,9 @@ class Machine:
         (2, {1: 0.9, 2: 1.0}, 1),
         (2, {1: 1.0, 2: 0.9}, 2),
         (8, {1: 4.0, 2: 2.2, 4: 1.3, 7: 1.1, 8: 1.2}, 7),
-        (16, {1: 4.0, 2: 2.2, 4: 1.3, 8: 1.1, 15: 1.4, 16: 1.5}, 8),
-        (12, {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.5, 11: 1.7, 12: 1.9}, 1),
+        (16, {1: 4.0, 2: 2.2, 4: 1.3, 8: 1.1, 16: 1.5}, 8),
+        (12, {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.5, 12: 1.9}, 1),
+        (64, {count: 1 / min(count, 8) + 0.01 * count for count in (1, 2, 4, 8, 16, 32, 64)}, 8),
     ],
 )
 def test_short_steps_get_the_number_of_threads_that_is_quickest(
@@ -76,6 +77,22 @@ def test_what_changes_on_the_machine_is_followed() -> None:
     machine.cost = {1: 0.9, 2: 1.0}
     machine.run(2 * LATE)
     assert machine.choice.of(1) == 1
+
+
+def test_steps_that_have_come_to_take_much_longer_are_looked_at_soon() -> None:
+    """Such as those of a long context, after many of short ones."""
+    machine = Machine(ThreadChoice(2), {1: 0.9, 2: 1.0}, noise=0.1)
+    assert machine.run(5 * LATE)[1] > 4 * LATE
+    machine.cost = {1: 15.0, 2: 9.0}
+    assert machine.run(1000)[2] > 900
+
+
+def test_a_trial_ends_though_sizes_alternate() -> None:
+    machine = Machine(ThreadChoice(2), {1: 1.2, 2: 1.0})
+    found: Counter[int] = Counter()
+    for _ in range(5000):
+        found += machine.run(1, tokens=1) + machine.run(1, tokens=3)
+    assert found[2] > 9500
 
 
 def test_time_without_requests_is_nobodys() -> None:

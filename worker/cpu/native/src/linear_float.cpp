@@ -96,7 +96,8 @@ void block(const Op& op, const float* in, int tokens, int panel, float* out) {
   for (int token = 0; token < tokens; ++token)
     for (int p = 0; p < P; ++p) expect(out + static_cast<size_t>(token) * op.out_stride + (panel + p) * PANEL);
   for (int p = 0; p < P; ++p) std::fill_n(sums + p * TOKENS * PANEL, tokens * PANEL, 0.0f);
-  // Several tiles ask for the next run of columns, a single one for what is AHEAD; in the last ones, for the next panels.
+  // Several tiles ask for the next run of columns, a single one for what is AHEAD; at the end of these panels, both ask
+  // for where the next ones begin.
   const int runs = (op.k + COLUMNS - 1) / COLUMNS, last = std::max(op.k - AHEAD, 0);
   for (int run = 1, column = 0, end; column < op.k; column = end, ++run) {
     end = tokens > TILE ? op.k * run / runs : column < last ? last : op.k;

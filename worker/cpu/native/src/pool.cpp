@@ -55,7 +55,7 @@ void Pool::serve(int thread) {
   for (uint32_t jobs = 0;; ++jobs) {
     seats_[thread].started.wait([jobs](uint32_t started) { return started != jobs; });
     if (stopping_) return;
-    const uint32_t helpers = helpers_;  // the next job's once the last of them has ended
+    const uint32_t helpers = helpers_;  // read before the last `add`: after it the next run may change it
     (*job_)(thread);
     if (ended_.add(1) == helpers) ended_.wake();
   }

@@ -62,8 +62,8 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Runs job(thread) on the first `count` threads, and returns when all of these have; the caller is thread 0. The others
-  // sleep on.
+  // Runs job(thread) on the first `count` threads, one at least, and returns when all of these have; the caller is
+  // thread 0. The others sleep on.
   void run(int count, const std::function<void(int)>& job);
 
  private:

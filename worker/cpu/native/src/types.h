@@ -132,7 +132,7 @@ struct Step {
   int32_t* score_ranks;    // [S + P]
   int32_t* top_ids;        // [S + P, num_top]
   float* top_values;       // [S + P, num_top]
-  double* seconds;         // [2] of both parts, and when the second one ended, by a clock of this machine
+  double* seconds;         // [2] of both parts, and when the last one ended, by a clock of this machine
 };
 
 }  // namespace signalbox
