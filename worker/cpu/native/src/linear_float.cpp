@@ -17,8 +17,8 @@ constexpr int PANELS = HALVES == 1 ? 2 : 1;
 constexpr int COLUMNS = 256 / PANELS;
 // Tokens of a block: their activations stay in the second cache.
 constexpr int TOKENS = 96;
-// How many columns ahead a single tile asks for its weights.
-constexpr int AHEAD = 64;
+// How far ahead a single tile asks for its weights, in bytes of a panel.
+constexpr int AHEAD = 4096;
 
 constexpr size_t column_bytes(int format) { return PANEL * (format == F32 ? 4 : 2); }
 
@@ -96,13 +96,10 @@ void block(const Op& op, const float* in, int tokens, int panel, float* out) {
   for (int token = 0; token < tokens; ++token)
     for (int p = 0; p < P; ++p) expect(out + static_cast<size_t>(token) * op.out_stride + (panel + p) * PANEL);
   for (int p = 0; p < P; ++p) std::fill_n(sums + p * TOKENS * PANEL, tokens * PANEL, 0.0f);
-  // Several tiles ask for the next run of columns, a single one for what is AHEAD; at the end of these panels, both ask
-  // for where the next ones begin.
-  const int runs = (op.k + COLUMNS - 1) / COLUMNS, last = std::max(op.k - AHEAD, 0);
-  for (int run = 1, column = 0, end; column < op.k; column = end, ++run) {
-    end = tokens > TILE ? op.k * run / runs : column < last ? last : op.k;
-    const int ahead = tokens > TILE ? end : column + AHEAD;
-    const uint8_t* next = weights + (ahead < op.k ? ahead * column_bytes(FORMAT) : P * bytes);
+  const int runs = tokens > TILE ? (op.k + COLUMNS - 1) / COLUMNS : 1, step = (op.k + runs - 1) / runs;
+  for (int column = 0; column < op.k; column += step) {
+    const int end = std::min(column + step, op.k);
+    const uint8_t* next = weights + (step == op.k ? AHEAD : end < op.k ? end * column_bytes(FORMAT) : P * bytes);
     tiles<FORMAT, P>(weights, bytes, in, op.in_stride, tokens, column, end, next, sums);
   }
   for (int p = 0; p < P; ++p)
